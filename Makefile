@@ -1,0 +1,57 @@
+# Every target sets up what it needs; a second run starts at once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SEED ?= 0
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help install quickstart test test-slow lint types arch unit docs bench clean
+
+help:
+	@echo "make quickstart   GRPO on a tiny model, two minutes on a laptop   (SEED=$(SEED))"
+	@echo "make test         every check: lint, types, architecture, fast tests"
+	@echo "make test-slow    the tests that take longer"
+	@echo "make bench        engine and step-time benchmarks; figures of docs/performance.md"
+	@echo "make docs         write the generated pages anew"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints/cpu.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3,11),(3,12),(3,13)) and "Miles needs Python 3.11, 3.12 or 3.13; set PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt --editable '.[dev]'
+	touch $@
+
+quickstart: $(STAMP)
+	$(BIN)/python examples/quickstart/run.py --seed $(SEED)
+
+test: lint types arch unit
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+arch: $(STAMP)
+	$(BIN)/lint-imports
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt --editable '.[dev,examples]'
+	$(BIN)/python -m pytest -m slow --timeout=1800
+
+docs: $(STAMP)
+	$(BIN)/python -m miles.config.docs
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/engine_vs_generate.py
+	$(BIN)/python benchmarks/step_time.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

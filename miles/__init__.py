@@ -1,0 +1,1 @@
+"""Miles: reinforcement learning for large language models."""

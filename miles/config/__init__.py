@@ -1,0 +1,1 @@
+"""The configuration of a run: schema, checks, loader. Imports neither torch nor ray."""

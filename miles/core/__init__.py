@@ -1,0 +1,1 @@
+"""Records, ports, plug-in loading and the ledger. Imports no torch."""

@@ -1,0 +1,40 @@
+"""What a process learns while it runs, as values: addresses, endpoints, the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEndpoint:
+    """Where an inference engine listens, and what it needs to be spoken to."""
+
+    url: str
+    engine_id: str
+    pid: int
+    token: str
+    """Bearer token of the control routes."""
+    log_path: str = ""
+    model: str = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterEndpoint:
+    """Where the router of a served model listens."""
+
+    url: str
+    pid: int
+    token: str
+    """Bearer token of the control routes."""
+    log_path: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Facts of a run that hooks may read beside its configuration, by these names."""
+
+    run_dir: str = ""
+    start_rollout_id: int = 0
+    router_url: str = ""
+    sglang_router_ip: str = ""
+    sglang_router_port: int = 0

@@ -1,0 +1,1 @@
+"""Plug-ins that a setting names by path; nothing in `miles` imports this package."""

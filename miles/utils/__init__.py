@@ -1,0 +1,1 @@
+"""Leaves that any room may use."""

@@ -1,0 +1,28 @@
+"""`curve.png`: reward and evaluation over the steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+Points = Sequence[tuple[int, float]]
+
+
+def draw_curve(path: str | Path, title: str, series: Mapping[str, Points]) -> None:
+    """Draw each series of (step, value) points into a PNG; evaluations get markers."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    for name, points in series.items():
+        steps, values = [s for s, _ in points], [v for _, v in points]
+        is_eval = name.startswith("eval/")
+        axes.plot(steps, values, marker="o" if is_eval else None, linewidth=2 if is_eval else 1.2, label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("reward")
+    axes.set_title(title)
+    axes.grid(visible=True, alpha=0.3)
+    if series:
+        axes.legend(loc="lower right")
+    FigureCanvasAgg(figure).print_png(str(path))

@@ -1,0 +1,57 @@
+import pytest
+
+from miles.errors import CheckpointError
+from miles.utils import checkpoint_folder as ckpt
+
+
+def save(root, iteration, **state):
+    with ckpt.writing(root, iteration) as draft:
+        ckpt.write_state(draft, state)
+
+
+def test_a_written_checkpoint_is_complete_and_the_latest(tmp_path):
+    save(tmp_path, 2, step=2)
+    save(tmp_path, 10, step=10)
+    assert ckpt.complete_iterations(tmp_path) == [2, 10]
+    assert (tmp_path / ckpt.LATEST).read_text() == "10\n"
+    assert ckpt.resolve(tmp_path) == tmp_path / "iter_0000010"
+    assert ckpt.read_state(ckpt.resolve(tmp_path)) == {"step": 10}
+    assert ckpt.resolve(tmp_path / "iter_0000002").name == "iter_0000002"
+
+
+def test_a_save_that_fails_leaves_the_older_checkpoint_and_no_litter(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(OSError, match="disk full"), ckpt.writing(tmp_path, 2) as draft:
+        (draft / "half").write_text("x")
+        raise OSError("disk full")
+    assert ckpt.complete_iterations(tmp_path) == [1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", ckpt.LATEST]
+
+
+def test_a_checkpoint_without_its_marker_is_skipped_and_refused_by_name(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "iter_0000002" / ckpt.MARKER).unlink()
+    assert ckpt.resolve(tmp_path).name == "iter_0000001"
+    with pytest.raises(CheckpointError, match="incomplete"):
+        ckpt.resolve(tmp_path / "iter_0000002")
+
+
+def test_saving_an_iteration_again_replaces_it(tmp_path):
+    save(tmp_path, 3, note="old")
+    save(tmp_path, 3, note="new")
+    assert ckpt.read_state(ckpt.resolve(tmp_path)) == {"note": "new"}
+
+
+@pytest.mark.parametrize(("text", "told"), [("{", "unreadable"), ('{"format": 99}', "another version")])
+def test_a_state_that_cannot_be_read_is_an_error(tmp_path, text, told):
+    (tmp_path / ckpt.STATE).write_text(text)
+    with pytest.raises(CheckpointError, match=told):
+        ckpt.read_state(tmp_path)
+
+
+def test_a_folder_without_checkpoints_says_what_to_pass(tmp_path):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        ckpt.resolve(tmp_path)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        ckpt.resolve(tmp_path / "absent")

@@ -1,0 +1,1 @@
+"""Trainers, engines, and what joins them."""

@@ -1,0 +1,43 @@
+"""Probe sequences: fixed token ids that engine and trainer both score after a publish."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from miles.core.run_facts import EngineEndpoint
+from miles.errors import EngineError
+from miles.utils.http_utils import post
+
+PROBE_TOKENS = 32
+
+
+def probe_sequences(count: int, vocab_size: int, max_tokens: int) -> list[list[int]]:
+    """`count` sequences of random token ids, the same in every process."""
+    rng = random.Random(20240711)
+    length = min(PROBE_TOKENS, max_tokens)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+async def score_on_engine(
+    engine: EngineEndpoint, sequences: Sequence[Sequence[int]], temperature: float
+) -> list[list[float]]:
+    """Log-probabilities of tokens 1..T-1 of each sequence, scored by prefill, nothing sampled."""
+
+    async def score(tokens: Sequence[int]) -> list[float]:
+        body = {
+            "input_ids": list(tokens),
+            "sampling_params": {"max_new_tokens": 0, "temperature": temperature, "top_p": 1.0, "top_k": -1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = await post(f"{engine.url}/generate", body)
+        entries = answer["meta_info"]["input_token_logprobs"]
+        if [entry[1] for entry in entries] != list(tokens):
+            raise EngineError(
+                "scored other tokens than it was sent", engine=engine.engine_id, log_path=engine.log_path
+            )
+        return [float(entry[0]) for entry in entries[1:]]
+
+    return list(await asyncio.gather(*(score(s) for s in sequences)))

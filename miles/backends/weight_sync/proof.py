@@ -1,0 +1,71 @@
+"""Proof that the engines hold what the trainer has, from names, bytes and checksums alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from miles.backends.weight_sync.records import SentWeights
+from miles.errors import WeightSyncError
+
+SHOWN = 8
+
+
+def check_sent(sent: SentWeights) -> None:
+    """Proof (b), first half: names and bytes sent equal those of the model folder. Raises WeightSyncError."""
+    missing = sorted(set(sent.expected_nbytes) - set(sent.nbytes))
+    surplus = sorted(set(sent.nbytes) - set(sent.expected_nbytes))
+    sizes = sorted(
+        f"{name} ({sent.nbytes[name]} bytes sent, {size} expected)"
+        for name, size in sent.expected_nbytes.items()
+        if name in sent.nbytes and sent.nbytes[name] != size
+    )
+    problems = [
+        f"{what}: {_some(names)}"
+        for what, names in (
+            ("never sent", missing),
+            ("sent but not in the model folder", surplus),
+            ("of another size", sizes),
+        )
+        if names
+    ]
+    if problems:
+        raise WeightSyncError(
+            f"weight update {sent.version} is not the model of --hf-checkpoint; " + "; ".join(problems)
+        )
+
+
+def check_engines(sent: SentWeights, held: Mapping[str, Mapping[str, str]]) -> None:
+    """Proofs (b) and (d): each engine's checksum of each parameter equals the trainer's.
+
+    `held` maps an engine's id to its checksums by parameter name. Raises WeightSyncError naming engine and parameters.
+    """
+    for engine, checksums in held.items():
+        differing = sorted(name for name, value in sent.checksums.items() if checksums.get(name) != value)
+        surplus = sorted(set(checksums) - set(sent.checksums))
+        if differing or surplus:
+            raise WeightSyncError(
+                f"{engine} does not hold weight version {sent.version}: "
+                + "; ".join(
+                    f"{what}: {_some(names)}"
+                    for what, names in (("differing or missing", differing), ("held but never sent", surplus))
+                    if names
+                )
+            )
+
+
+def check_changed(sent: SentWeights, before: Mapping[str, str]) -> None:
+    """Proof (b), last part: training changed the weights, so the checksums must differ from the last update's.
+
+    Raises WeightSyncError.
+    """
+    if sent.learned and before and dict(before) == dict(sent.checksums):
+        raise WeightSyncError(
+            f"weight update {sent.version} sent exactly the weights of the update before, though optimizer steps were made\n"
+            "    fix: the trainer sends a stale copy of its weights; report this with the run folder"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

@@ -1,0 +1,36 @@
+"""Records of a weight update. No torch: the driver reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from miles.core.run_facts import EngineEndpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentWeights:
+    """What a trainer sent in one update, by Hugging Face parameter name."""
+
+    version: int
+    nbytes: Mapping[str, int]
+    checksums: Mapping[str, str]
+    expected_nbytes: Mapping[str, int]
+    """Names and bytes that the model folder says there are, read independently of the model in memory."""
+    learned: bool
+    """Some optimizer step since the update before had a learning rate and a gradient other than 0."""
+    buckets: int
+    seconds: float
+
+
+class WeightSource(Protocol):
+    """The trainer as a weight update sees it."""
+
+    async def send_weights(self, engines: Iterable[EngineEndpoint], version: int) -> SentWeights:
+        """Send every weight to every engine as `version`, the version with the last bucket."""
+        ...
+
+    async def check_probes(self, engine: EngineEndpoint, version: int) -> dict[str, float]:
+        """Score fixed sequences here and there; raises ParityError when they differ by more than the bounds."""
+        ...

@@ -77,7 +77,7 @@ class Sample:
         ends = [start for start, _ in self.version_spans[1:]] + [self.response_length]
         used = [
             int(v)
-            for (start, v), end in zip(self.version_spans, ends, strict=True)
+            for (start, v), end in zip(self.version_spans, ends[: len(self.version_spans)], strict=True)
             if any(mask[start:end]) and v.isdigit()
         ]
         return min(used, default=None)

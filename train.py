@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from miles.core.ports import Run
+if TYPE_CHECKING:
+    from miles.core.ports import Run
 
 
 async def train(run: Run) -> None:
@@ -25,7 +27,6 @@ async def train(run: Run) -> None:
 def main(argv: list[str]) -> int:
     """Parse the command line, then run; returns the exit status."""
     from miles.config.cli import parse
-
     from miles.core.plugins import add_arguments_of
 
     config = parse(argv, add_arguments_of)

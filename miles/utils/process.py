@@ -18,6 +18,8 @@ from typing import Any
 
 from miles.errors import EngineError
 
+TOKEN_VARIABLE = "MILES_API_KEY"
+"""Environment variable that carries the token of control routes: a command line is seen by every user of a machine."""
 _PR_SET_PDEATHSIG = 1
 
 

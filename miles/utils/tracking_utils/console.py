@@ -53,7 +53,7 @@ class Console:
             ("reward", "rollout/reward", ".3f"),
             ("len", "rollout/response_len/mean", ".1f"),
             ("loss", "train/loss", ".4f"),
-            ("tok/s", "perf/tokens_per_second", ".0f"),
+            ("tok/s", "rollout/response_tokens_per_s", ".0f"),
             ("generate", "perf/generate_time", ".2f"),
             ("train", "perf/train_time", ".2f"),
         ):

@@ -34,7 +34,7 @@ def test_the_console_shows_step_reward_lengths_speed_and_time_left(capsys, tmp_p
     console = Console()
     console.start(range(0, 4))
     console.metrics(0, {"rollout/reward": 0.5, "rollout/response_len/mean": 9.25, "perf/train_time": 1.0,
-                        "perf/tokens_per_second": 1234.0})  # fmt: skip
+                        "rollout/response_tokens_per_s": 1234.0})  # fmt: skip
     line = capsys.readouterr().out
     for part in ("step 1/4", "reward 0.500", "len 9.2", "tok/s 1234", "left 0:"):
         assert part in line

@@ -1,0 +1,34 @@
+"""The console script: `miles VERB ...`. A verb imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+VERBS = {"train": "train.py"}
+
+USAGE = """usage: miles VERB ...
+
+  miles train [RECIPE.yaml ...] [--flag value ...]   train a model; `miles train --help` lists every setting
+  miles --version
+"""
+
+
+def main() -> None:
+    """Run the verb of the command line and exit with its status."""
+    argv = sys.argv[1:]
+    if argv == ["--version"]:
+        print(f"miles {version('miles')}")
+        return
+    if argv[:1] in (["--help"], ["-h"]):
+        print(USAGE, end="")
+        return
+    if not argv or argv[0] not in VERBS:
+        found = f"no verb {argv[0]!r}\n" if argv else ""
+        print(f"{found}{USAGE}", end="", file=sys.stderr)
+        raise SystemExit(2)
+    entry = Path(__file__).resolve().parents[1] / VERBS[argv[0]]
+    sys.argv = [str(entry), *argv[1:]]
+    runpy.run_path(str(entry), run_name="__main__")

@@ -1,0 +1,270 @@
+"""From a configuration to a running `Run`: the one place that knows every concrete class."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import sys
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles.config.batch_math import batch_plan
+from miles.config.dump import dump
+from miles.config.resources import num_engines, resolved_num_cpus, resolved_threads
+from miles.config.schema import RunConfig
+from miles.core.plugins import load_hooks
+from miles.core.ports import Metrics, Run
+from miles.errors import ConfigError, MilesError
+from miles.utils import checkpoint_folder
+from miles.utils.run_folder import RESOLVED, make_run_folder
+from miles.utils.tracking_utils.console import Console
+from miles.utils.tracking_utils.events import EventLog
+from miles.utils.waits import Waits
+
+WORKERS = {"fsdp": "miles.backends.fsdp_utils.worker.FsdpTrainWorker"}
+CODEC = "miles.backends.torch_engine.payload.SharedMemoryCodec"
+CLOSE_TIMEOUT_S = 20.0
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def engine_command(config: RunConfig) -> list[str]:
+    """Command line of one inference engine."""
+    command = [sys.executable, "-m", "miles.backends.torch_engine", "--model-path", config.model.hf_checkpoint]
+    command += ["--max-running-requests", str(config.engine.max_running_requests), "--exit-on-stdin-close"]
+    command += ["--threads", str(resolved_threads(config)), "--seed", str(config.rollout.seed)]
+    if config.rollout.max_context_len:
+        command += ["--context-length", str(config.rollout.max_context_len)]
+    return command
+
+
+def router_command(config: RunConfig) -> list[str]:
+    """Command line of the router."""
+    router = config.router
+    command = [sys.executable, "-m", "miles.router", "--port", str(router.port), "--exit-on-stdin-close"]
+    command += ["--health-check-interval", str(router.health_check_interval_s)]
+    command += ["--health-check-timeout", str(router.health_check_timeout_s)]
+    command += ["--failure-threshold", str(router.failure_threshold)]
+    return [*command, "--max-connections", str(config.engine.concurrency * config.cluster.rollout_engines)]
+
+
+class SharedMachine:
+    """Placement of a run whose trainer and engines take turns on the same cores: nothing has to move."""
+
+    def for_rollout(self) -> Any:
+        """Nothing to do before generation."""
+        return nullcontext()
+
+    def for_training(self) -> Any:
+        """Nothing to do before training."""
+        return nullcontext()
+
+    def for_weight_sync(self) -> Any:
+        """Nothing to do before a weight update."""
+        return nullcontext()
+
+
+class NothingToPublish:
+    """Weights of a run without engines: there is nobody to publish to."""
+
+    version = 0
+
+    async def publish(self) -> Metrics:
+        """Nothing."""
+        return {}
+
+    async def publish_if_due(self, step: int) -> Metrics:
+        """Nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run starts from: the beginning, or a checkpoint."""
+
+    folder: Path | None
+    next_step: int
+    weight_version: int
+    rollout: dict[str, Any] | None
+
+
+def resume_point(load: str | None) -> Resumed:
+    """Read the checkpoint that `--load` names, if it does."""
+    if not load:
+        return Resumed(None, 0, 0, None)
+    folder = checkpoint_folder.resolve(load)
+    state = checkpoint_folder.read_state(folder)
+    return Resumed(folder, state["next_step"], state["weight_version"], state["rollout"])
+
+
+@asynccontextmanager
+async def build(config: RunConfig, run_dir: Path, console: Console, events: EventLog) -> AsyncIterator[Run]:
+    """Start everything that `config` asks for; everything ends when the context does, however it ends."""
+    from miles.ray import cluster
+    from miles.ray.checkpoints import IntervalCheckpoints
+    from miles.ray.rollout_client import IntervalEvaluation, RolloutClient
+    from miles.ray.rollout_manager import ManagerSpec, RolloutManager
+    from miles.ray.train_actor import TrainActor
+    from miles.ray.train_group import TrainGroup
+    from miles.utils.tracking_utils.tracker import RunTracker
+
+    def long_wait(text: str) -> None:
+        console.say(text, style="yellow")
+        events.add("long wait", what=text.strip())
+
+    start_from = resume_point(config.checkpoint.load)
+    engines = num_engines(config)
+    num_cpus = resolved_num_cpus(config)
+    cluster.check_placement({"trainer ranks": config.cluster.train_ranks, "engines": engines}, num_cpus)
+    waits = Waits(report_s=config.cluster.wait_report_s, deadline_s=config.cluster.wait_timeout_s, report=long_wait)
+    start_timeout_s = config.cluster.start_timeout_s
+
+    async with AsyncExitStack() as stack:
+        stack.callback(cluster.stop)
+        cluster.start(num_cpus)
+        spec = ManagerSpec(
+            run_dir=str(run_dir),
+            num_engines=engines,
+            engine_command=tuple(engine_command(config)),
+            router_command=tuple(router_command(config)),
+            token=secrets.token_urlsafe(24),
+            start_rollout_id=start_from.next_step,
+            state=start_from.rollout,
+        )
+        manager = RolloutManager.remote(config, spec)
+        trainers = [TrainActor.remote(str(run_dir), rank) for rank in range(config.cluster.train_ranks)]
+        stack.push_async_callback(_close, [manager, *trainers])
+
+        manager_start = asyncio.ensure_future(
+            waits.on("rollout manager", "start", _ref(manager.start.remote()), deadline_s=start_timeout_s)
+        )
+        num_rollout = config.rollout.num_rollout
+        if num_rollout is None:
+            prompts = (await manager_start).num_prompts
+            num_rollout = prompts // config.rollout.batch_size * (config.rollout.num_epoch or 1)
+        init = {
+            "world_size": len(trainers),
+            "init_method": f"file://{run_dir}/logs/rendezvous-{os.getpid()}",
+            "total_optimizer_steps": num_rollout * batch_plan(config).num_steps_per_rollout,
+            "threads": resolved_threads(config),
+        }
+        load_folder = str(start_from.folder / "trainer") if start_from.folder else None
+        worker_path = WORKERS[config.train.backend]
+        trainer_starts = [_ref(t.start.remote(config, worker_path, CODEC, init, load_folder)) for t in trainers]
+        trainer_start = waits.on("trainer", "start", asyncio.gather(*trainer_starts), deadline_s=start_timeout_s)
+        facts, _ = await asyncio.gather(manager_start, trainer_start)
+        events.add(
+            "started", engines=[e.pid for e in facts.engines], router=facts.router.pid if facts.router else None
+        )
+
+        steps = range(start_from.next_step, num_rollout)
+        tracker = RunTracker(run_dir, config.run.name, console, use_tensorboard=config.run.use_tensorboard)
+        stack.callback(tracker.close)
+        rollout = RolloutClient(manager, waits)
+        trainer = TrainGroup(trainers, waits, save_hf=config.checkpoint.save_hf)
+        placement = SharedMachine()
+        weights: Any = NothingToPublish()
+        if facts.router:
+            from miles.backends.weight_sync.publisher import Publisher
+
+            weights = Publisher(
+                trainer,
+                facts.router,
+                facts.engines,
+                placement,
+                rollout.set_weight_version,
+                tracker,
+                version=start_from.weight_version,
+                verify=config.weights.verify,
+                probe_interval=config.parity.interval if config.parity.enabled else 0,
+            )
+        save_folder = Path(config.checkpoint.save) if config.checkpoint.save else run_dir / "checkpoints"
+        console.start(steps)
+        yield Run(
+            steps=steps,
+            rollout=rollout,
+            trainer=trainer,
+            weights=weights,
+            evaluation=IntervalEvaluation(
+                rollout, tracker, steps, config.eval.interval, before=config.eval.before_train
+            ),
+            checkpoints=IntervalCheckpoints(
+                save_folder,
+                config.checkpoint.save_interval,
+                steps,
+                trainer=trainer,
+                rollout=rollout,
+                weights=weights,
+                tracker=tracker,
+            ),
+            placement=placement,
+            tracker=tracker,
+        )
+
+
+async def _ref(ref: Awaitable[Any]) -> Any:
+    return await ref
+
+
+async def _close(actors: list[Any]) -> None:
+    """Let every actor end its children; one that does not answer dies with the cluster anyway."""
+    closing = [asyncio.ensure_future(_ref(actor.close.remote())) for actor in actors]
+    await asyncio.wait(closing, timeout=CLOSE_TIMEOUT_S)
+    for task in closing:
+        if task.done() and not task.cancelled():
+            task.exception()
+        task.cancel()
+
+
+def run_to_end(config: RunConfig, loop: Callable[[Run], Awaitable[None]]) -> int:
+    """Run `loop` over everything that `config` asks for; returns the exit status after every child has ended.
+
+    0: done. 1: failed, the reason is printed. 2: the configuration or a hook is wrong. 130: interrupted.
+    """
+    console = Console()
+    try:
+        load_hooks(config)
+        run_dir = make_run_folder(config.run.name, config.run.dir)
+        (run_dir / RESOLVED).write_text(dump(config))
+    except MilesError as e:
+        console.error(str(e))
+        return 2
+    events = EventLog(run_dir / "events.jsonl")
+    console.say(f"run folder: {run_dir}")
+    console.say(batch_plan(config).describe())
+    events.add("run", pid=os.getpid(), argv=sys.argv[1:])
+
+    async def go() -> None:
+        async with build(config, run_dir, console, events) as run:
+            await loop(run)
+
+    status, reason = 0, "done"
+    try:
+        asyncio.run(go())
+    except KeyboardInterrupt:
+        status, reason = 130, "interrupted"
+        console.error("interrupted; every process of this run has ended")
+    except ConfigError as e:
+        status, reason = 2, str(e)
+        console.error(reason)
+    except Exception as e:  # noqa: BLE001 - the last place that can tell the user
+        status, reason = 1, explain_failure(e, run_dir)
+        console.error(reason)
+    events.add("end", status=status, reason=reason)
+    events.close()
+    return status
+
+
+def explain_failure(error: Exception, run_dir: Path) -> str:
+    """The message a user can act on, out of Ray's wrapping, and where to read more."""
+    cause = getattr(error, "cause", None)
+    told = cause if isinstance(cause, Exception) else error
+    text = str(told) if isinstance(told, MilesError) else f"{type(told).__name__}: {told}"
+    trace = run_dir / "logs" / "error.txt"
+    trace.write_text(_COLOUR.sub("", "".join(traceback.format_exception(error))))
+    return f"{text}\n    traceback: {trace}\n    logs: {trace.parent}"

@@ -1,0 +1,1 @@
+"""Placement, actors and supervision on Ray."""

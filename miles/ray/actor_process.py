@@ -1,0 +1,24 @@
+"""What every Ray actor of ours does first: send its output to a log of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def enter(role: str, run_dir: str) -> str:
+    """Redirect this process's output to `RUN_DIR/logs/ROLE.log`; returns that path."""
+    path = Path(run_dir) / "logs" / f"{role}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, force=True)
+    return str(path)

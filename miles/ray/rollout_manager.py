@@ -1,0 +1,223 @@
+"""`RolloutManager`: data source, rollout function, rewards, ledger and evaluation; owner of router and engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from miles.config.schema import RunConfig
+from miles.core.hook_args import HookArgs
+from miles.core.ledger import Ledger
+from miles.core.plugins import load_function
+from miles.core.ports import DataSource, Metrics, RolloutBatch
+from miles.core.run_facts import EngineEndpoint, RouterEndpoint, RunFacts
+from miles.ray.actor_process import enter
+from miles.ray.engine_actor import EngineActor
+from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
+from miles.rollout.groups import flatten
+from miles.rollout.inference_rollout.compatibility import RolloutFnAdapter, load_rollout_fn
+from miles.rollout.metrics import dump_rows, rollout_metrics
+from miles.rollout.train_data_conversion import to_train_batch
+from miles.utils import http_utils
+from miles.utils.process import TOKEN_VARIABLE, ServerProcess
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerSpec:
+    """What the driver decided for the manager."""
+
+    run_dir: str
+    num_engines: int
+    engine_command: tuple[str, ...]
+    router_command: tuple[str, ...]
+    token: str
+    start_rollout_id: int
+    state: dict[str, Any] | None
+    """`state_dict` of the checkpoint that the run resumes from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerFacts:
+    """What the driver learns once the manager has started."""
+
+    router: RouterEndpoint | None
+    engines: tuple[EngineEndpoint, ...]
+    num_prompts: int
+
+
+@ray.remote(num_cpus=0)
+class RolloutManager:
+    """One per run. `start` first, `close` last; calls do not overlap."""
+
+    def __init__(self, config: RunConfig, spec: ManagerSpec) -> None:
+        enter("rollout-manager", spec.run_dir)
+        self._config, self._spec = config, spec
+        self._run_dir = Path(spec.run_dir)
+        self._ledger = Ledger()
+        self._version: int | None = None
+        self._router: ServerProcess | None = None
+        self._engine_actors: list[Any] = []
+        self._fn: RolloutFnAdapter | None = None
+        self._eval_fn: RolloutFnAdapter | None = None
+
+    async def start(self) -> ManagerFacts:
+        """Start router and engines, load the data, build the rollout function."""
+        router, engines = None, ()
+        if self._spec.num_engines:
+            engine_starts = self._start_engines()
+            router = await self._start_router()
+        facts = self._run_facts(router)
+        self._args = HookArgs(self._config, facts)
+        self._source: DataSource = await asyncio.to_thread(load_function(self._config.data.source_path), self._args)
+        if self._spec.state is not None:
+            self._load(self._spec.state)
+        self._build_functions()
+        if self._spec.num_engines:
+            engines = tuple(await engine_starts)
+            for engine in engines:
+                await self._router_call("add_worker", {"url": engine.url, "id": engine.engine_id})
+        return ManagerFacts(router=router, engines=engines, num_prompts=len(self._source))
+
+    def _start_engines(self) -> asyncio.Future[list[EngineEndpoint]]:
+        starts: list[Any] = []
+        for number in range(self._spec.num_engines):
+            actor = EngineActor.remote(f"engine-{number}", self._spec.run_dir)
+            self._engine_actors.append(actor)
+            timeout_s = self._config.cluster.start_timeout_s
+            starts.append(actor.start.remote(self._spec.engine_command, self._spec.token, timeout_s))
+        return asyncio.ensure_future(_gather(starts))
+
+    async def _start_router(self) -> RouterEndpoint:
+        log_path = str(self._run_dir / "logs" / "router.log")
+        self._router = ServerProcess(
+            "router", self._spec.router_command, log_path, env={TOKEN_VARIABLE: self._spec.token}
+        )
+        facts = await self._router.wait_ready_async(self._config.cluster.start_timeout_s)
+        url = http_utils.url_of("127.0.0.1", facts["port"])
+        self._router_endpoint = RouterEndpoint(
+            url=url, pid=self._router.pid, token=self._spec.token, log_path=log_path
+        )
+        return self._router_endpoint
+
+    async def _router_call(self, route: str, body: dict[str, Any]) -> Any:
+        headers = {"Authorization": f"Bearer {self._spec.token}"}
+        return await http_utils.post(f"{self._router_endpoint.url}/{route}", body, headers=headers)
+
+    def _run_facts(self, router: RouterEndpoint | None) -> RunFacts:
+        host, _, port = (router.url if router else "").removeprefix("http://").rpartition(":")
+        return RunFacts(
+            run_dir=self._spec.run_dir,
+            start_rollout_id=self._spec.start_rollout_id,
+            router_url=router.url if router else "",
+            sglang_router_ip=host,
+            sglang_router_port=int(port or 0),
+        )
+
+    def _build_functions(self) -> None:
+        parts = RolloutFnConstructorInput(self._args, self._source, self._ledger)
+        rollout = self._config.rollout
+        self._fn = load_rollout_fn(rollout.function_path, parts)
+        self._eval_fn = self._fn
+        if rollout.eval_function_path:
+            self._eval_fn = load_rollout_fn(rollout.eval_function_path, parts, flag="--eval-function-path")
+
+    async def generate(self, step: int) -> RolloutBatch:
+        """Collect the batch of `step`, convert it, and put it into the object store; its groups are leased."""
+        assert self._fn is not None
+        started_at = time.monotonic()
+        output = await self._fn(RolloutFnTrainInput(step, self._version))
+        seconds = time.monotonic() - started_at
+        algorithm, reward = self._config.algorithm, self._config.reward
+        post_process = load_function(reward.custom_post_process_path) if reward.custom_post_process_path else None
+        data = to_train_batch(
+            output.samples,
+            reward_key=reward.reward_key,
+            normalize=algorithm.rewards_normalization,
+            normalize_std=algorithm.grpo_std_normalization,
+            require_rewards=algorithm.loss_type != "sft_loss",
+            reward_post_process=(lambda samples: post_process(self._args, samples)) if post_process else None,
+            reward_post_process_path=reward.custom_post_process_path or "",
+        )
+        group_indices = self._lease(output.samples)
+        metrics: Metrics = {
+            **rollout_metrics(output.samples, reward_key=reward.reward_key, elapsed_s=seconds),
+            **(output.metrics or {}),
+            **self._ledger.metrics(),
+        }
+        self._write_rows("rollouts", step, output.samples)
+        return RolloutBatch(
+            step=step, data=[ray.put(data)], group_indices=group_indices, num_samples=len(data), metrics=metrics
+        )
+
+    def _lease(self, groups: Sequence[Any]) -> tuple[int, ...]:
+        """Note the groups of a batch as leased, also those of rollout functions that keep no account themselves."""
+        indices = sorted({s.group_index for g in groups for s in flatten(g) if s.group_index is not None})
+        for index in indices:
+            if self._ledger.state_of(index) is None:
+                self._ledger.issue(index)
+            if self._ledger.state_of(index) in ("in_flight", "partial"):
+                if self._ledger.state_of(index) == "partial":
+                    self._ledger.resume(index)
+                self._ledger.finish(index)
+        self._ledger.lease(indices)
+        self._ledger.assert_balanced()
+        return tuple(indices)
+
+    async def commit(self, step: int, group_indices: Sequence[int]) -> None:
+        """Every optimizer step of `step`'s batch is done."""
+        self._ledger.train(group_indices)
+        self._ledger.assert_balanced()
+
+    async def evaluate(self, step: int) -> Metrics:
+        """Evaluate all datasets; their samples go to RUN_DIR/eval/."""
+        assert self._eval_fn is not None
+        output = await self._eval_fn(RolloutFnEvalInput(step, weight_version=self._version))
+        for name, result in output.data.items():
+            self._write_rows(f"eval/{name}", step, [result["samples"]])
+        return dict(output.metrics or {})
+
+    async def set_weight_version(self, version: int) -> None:
+        """The engines hold `version` now."""
+        self._version = version
+
+    async def state_dict(self) -> dict[str, Any]:
+        """JSON-ready state of data source and ledger."""
+        return {
+            "version": STATE_VERSION,
+            "data_source": self._source.state_dict(),
+            "ledger": self._ledger.state_dict(),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state["data_source"])
+        self._ledger.load_state_dict(state["ledger"])
+
+    def _write_rows(self, kind: str, step: int, groups: Sequence[Any]) -> None:
+        folder = self._run_dir / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{step:07d}.jsonl" if step >= 0 else "before-training.jsonl"
+        with open(folder / name, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in dump_rows(groups))
+
+    async def close(self) -> None:
+        """End rollout function, engines and router."""
+        for fn in {id(f): f for f in (self._fn, self._eval_fn) if f}.values():
+            await fn.close()
+        await _gather([actor.stop.remote() for actor in self._engine_actors], return_exceptions=True)
+        if self._router:
+            await asyncio.to_thread(self._router.stop)
+        await http_utils.aclose()
+
+
+async def _gather(refs: Sequence[Any], *, return_exceptions: bool = False) -> list[Any]:
+    """Await object references together."""
+    return list(await asyncio.gather(*refs, return_exceptions=return_exceptions))

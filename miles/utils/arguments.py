@@ -1,0 +1,7 @@
+"""The door for "add a flag": a flag is a field of `miles/config/schema.py`, and these are what reads it."""
+
+from miles.config.cli import parse
+from miles.config.load import load
+from miles.config.schema import RunConfig
+
+__all__ = ["RunConfig", "load", "parse"]

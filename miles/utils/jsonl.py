@@ -1,0 +1,76 @@
+"""Reading JSON Lines: one object a line, and an error that names file and line when it is not."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from miles.errors import DataError
+
+_OTHER_ENCODINGS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield `(line number from 1, object)` of each row, reading as it goes.
+
+    Blank lines are skipped and a UTF-8 byte order mark is ignored. Raises DataError with file and line when the file
+    cannot be read, a line is not JSON, or its value is not an object.
+    """
+    name = str(path)
+    try:
+        with open(path, "rb") as file:
+            yield from _rows(name, file)
+    except OSError as error:
+        raise DataError(name, f"cannot be read: {error.strerror}", "pass the path of a JSONL file") from error
+
+
+def _rows(name: str, lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, raw in enumerate(lines, 1):
+        if number == 1:
+            raw = _without_bom(name, raw)
+        try:
+            text = raw.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                name, f"is not UTF-8 at byte {error.start} of the line", "save the file as UTF-8", line=number
+            ) from error
+        if text:
+            yield number, _parse(name, number, text)
+
+
+def _without_bom(name: str, raw: bytes) -> bytes:
+    for mark, encoding in _OTHER_ENCODINGS.items():
+        if raw.startswith(mark):
+            raise DataError(name, f"is {encoding}, not UTF-8", "save the file as UTF-8")
+    return raw.removeprefix(codecs.BOM_UTF8)
+
+
+def _parse(name: str, number: int, text: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        detail = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DataError(
+            name, f"is not JSON: {detail}: {_shorten(text)}", "mend or remove this line", line=number
+        ) from error
+    if not isinstance(row, dict):
+        raise DataError(
+            name,
+            f"holds a JSON {_kind(row)}, not an object: {_shorten(text)}",
+            'write one object a line: {"input": "...", "label": "..."}',
+            line=number,
+        )
+    return row
+
+
+def _shorten(text: str, length: int = 80) -> str:
+    return text if len(text) <= length else text[:length] + "..."
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    return {"list": "array", "str": "string", "bool": "boolean"}.get(type(value).__name__, "number")

@@ -21,7 +21,7 @@ from miles.config.schema import RunConfig
 from miles.core.plugins import load_hooks
 from miles.core.ports import Metrics, Run
 from miles.errors import ConfigError, MilesError
-from miles.utils import checkpoint_folder
+from miles.utils import checkpoint_folder, http_utils
 from miles.utils.run_folder import RESOLVED, make_run_folder
 from miles.utils.tracking_utils.console import Console
 from miles.utils.tracking_utils.events import EventLog
@@ -125,6 +125,7 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
     start_timeout_s = config.cluster.start_timeout_s
 
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(http_utils.aclose)
         stack.callback(cluster.stop)
         cluster.start(num_cpus)
         spec = ManagerSpec(

@@ -73,7 +73,7 @@ class RolloutBatch:
 
     step: int
     data: Any
-    """A `TrainBatch`, or a reference to one in the object store."""
+    """A `TrainBatch`; or, from an actor, a list of one reference to it in the object store."""
     group_indices: tuple[int, ...]
     num_samples: int
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])

@@ -1,0 +1,272 @@
+"""Rules that span settings. Each is a pure function that yields issues; all run, then all report.
+
+They look at no file and no machine; `preflight.py` does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+from miles.config.batch_math import derive_batch_plan
+from miles.config.known import Check
+from miles.config.resources import evaluates, needs_engines
+from miles.config.schema import DataConfig, RolloutConfig, RunConfig
+from miles.config.walk import leaves
+from miles.errors import Issue
+
+INFERENCE_ROLLOUTS = (RolloutConfig().function_path, "miles.rollout.sglang_rollout.generate_rollout")
+"""The built-in rollout functions that generate with the engines; the first is the default."""
+SFT_ROLLOUT = "miles.rollout.sft_rollout.generate_rollout"
+"""The built-in rollout function that takes responses from the data."""
+
+
+def run_has_a_length(cfg: RunConfig) -> Iterator[Issue]:
+    if cfg.rollout.num_rollout is None and cfg.rollout.num_epoch is None:
+        yield Issue("rollout.num_rollout", "neither --num-rollout nor --num-epoch is given", "--num-rollout STEPS")
+
+
+def batches_fill_whole_steps(cfg: RunConfig) -> Iterator[Issue]:
+    plan = derive_batch_plan(
+        rollout_batch_size=cfg.rollout.batch_size,
+        n_samples_per_prompt=cfg.rollout.n_samples_per_prompt,
+        global_batch_size=cfg.train.global_batch_size,
+        num_steps_per_rollout=cfg.train.num_steps_per_rollout,
+    )
+    if isinstance(plan, Issue):
+        yield plan
+        return
+    ranks, size = cfg.cluster.train_ranks, plan.global_batch_size
+    if size % ranks:
+        fitting = max(n for n in range(1, ranks + 1) if size % n == 0)
+        yield Issue(
+            "cluster.train_ranks",
+            f"a step of {size} samples ({plan.describe()}) cannot be shared evenly by {ranks} trainer ranks",
+            f"--train-ranks {fitting}, or a batch that {ranks} divides",
+        )
+
+
+def over_sampling_covers_the_batch(cfg: RunConfig) -> Iterator[Issue]:
+    started, batch = cfg.rollout.over_sampling_batch_size, cfg.rollout.batch_size
+    if started is not None and started < batch:
+        yield Issue(
+            "rollout.over_sampling_batch_size",
+            f"starts {started} groups at a time, fewer than the {batch} of --rollout-batch-size",
+            f"--over-sampling-batch-size {batch} or more",
+        )
+
+
+def loss_and_rollout_function_agree(cfg: RunConfig) -> Iterator[Issue]:
+    loss, path = cfg.algorithm.loss_type, cfg.rollout.function_path
+    if loss == "sft_loss" and path in INFERENCE_ROLLOUTS:
+        yield Issue(
+            "rollout.function_path",
+            "--loss-type sft_loss trains on responses from the data, but this function generates them",
+            f"--rollout-function-path {SFT_ROLLOUT}",
+        )
+    if loss == "policy_loss" and path == SFT_ROLLOUT:
+        yield Issue(
+            "rollout.function_path",
+            "takes responses from the data, which were not sampled: policy_loss has no rewards or log-probabilities",
+            f"--loss-type sft_loss, or --rollout-function-path {INFERENCE_ROLLOUTS[0]}",
+        )
+    if path == SFT_ROLLOUT and evaluates(cfg) and cfg.rollout.eval_function_path in (None, SFT_ROLLOUT):
+        yield Issue(
+            "rollout.eval_function_path",
+            "--eval-interval is given, but the rollout function generates nothing that could be evaluated",
+            f"--eval-function-path {INFERENCE_ROLLOUTS[0]}",
+        )
+
+
+def rewards_come_from_somewhere(cfg: RunConfig) -> Iterator[Issue]:
+    builtin = cfg.rollout.function_path in INFERENCE_ROLLOUTS and cfg.rollout.custom_generate_function_path is None
+    judged = cfg.algorithm.loss_type == "policy_loss" or evaluates(cfg)
+    if builtin and judged and cfg.reward.rm_type is None and cfg.reward.custom_rm_path is None:
+        yield Issue(
+            "reward.rm_type",
+            "no reward: neither --rm-type nor --custom-rm-path is given",
+            "--rm-type math, --rm-type exact, or --custom-rm-path package.module.function",
+        )
+
+
+def rewards_have_their_labels(cfg: RunConfig) -> Iterator[Issue]:
+    graded = cfg.reward.rm_type is not None and cfg.reward.custom_rm_path is None
+    plain = cfg.data.source_path == DataConfig.model_fields["source_path"].default
+    if graded and plain and cfg.data.label_key is None:
+        yield Issue(
+            "data.label_key",
+            f"--rm-type {cfg.reward.rm_type} compares with a label, but none is loaded",
+            "--label-key KEY, the key of the answer in the data",
+        )
+
+
+def sampling_is_the_policy(cfg: RunConfig) -> Iterator[Issue]:
+    if cfg.algorithm.loss_type == "policy_loss":
+        why = "cuts the distribution, so the log-probabilities of samples are not the policy's and ratios are wrong"
+        if cfg.rollout.top_p < 1:
+            yield Issue("rollout.top_p", f"{cfg.rollout.top_p} {why}", "--rollout-top-p 1; --eval-top-p may cut")
+        if cfg.rollout.top_k > 0:
+            yield Issue("rollout.top_k", f"{cfg.rollout.top_k} {why}", "--rollout-top-k -1; --eval-top-k may cut")
+    for path, top_k, flag in (
+        ("rollout.top_k", cfg.rollout.top_k, "--rollout-top-k"),
+        ("eval.top_k", cfg.eval.top_k, "--eval-top-k"),
+    ):
+        if top_k == 0:
+            yield Issue(path, "0 leaves no token to sample", f"{flag} -1 keeps all tokens")
+
+
+def kl_loss_is_switched_on(cfg: RunConfig) -> Iterator[Issue]:
+    if cfg.algorithm.kl_loss_coef > 0 and not cfg.algorithm.use_kl_loss:
+        yield Issue(
+            "algorithm.kl_loss_coef",
+            f"{cfg.algorithm.kl_loss_coef} has no effect without --use-kl-loss",
+            "--use-kl-loss, or --kl-loss-coef 0",
+        )
+
+
+def learning_rate_schedule_is_possible(cfg: RunConfig) -> Iterator[Issue]:
+    optimizer = cfg.optimizer
+    if optimizer.lr_decay_iters is not None and optimizer.lr_decay_iters < optimizer.lr_warmup_iters:
+        yield Issue(
+            "optimizer.lr_decay_iters",
+            f"the decay ends at step {optimizer.lr_decay_iters}, before the warm-up does at {optimizer.lr_warmup_iters}",
+            f"--lr-decay-iters {optimizer.lr_warmup_iters} or more, since it counts the warm-up",
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield Issue(
+            "optimizer.min_lr",
+            f"{optimizer.min_lr} is above the learning rate {optimizer.lr}",
+            f"--min-lr {optimizer.lr} or less",
+        )
+
+
+def lengths_fit_the_context(cfg: RunConfig) -> Iterator[Issue]:
+    context = cfg.rollout.max_context_len
+    if context is not None and needs_engines(cfg):
+        yield from length_issues(cfg, context, f"a context of {context}", "or a larger --rollout-max-context-len")
+
+
+def length_issues(cfg: RunConfig, limit: int, limit_in_words: str, other_fix: str) -> Iterator[Issue]:
+    """Issues of prompts and responses that may not fit into `limit` tokens together."""
+    prompt, response = cfg.rollout.max_prompt_len, cfg.rollout.max_response_len
+    if prompt is not None and prompt < limit < prompt + response:
+        yield Issue(
+            "rollout.max_response_len",
+            f"prompts of {prompt} and responses of {response} tokens can have {prompt + response} together, "
+            f"more than {limit_in_words}",
+            f"--rollout-max-response-len {limit - prompt} or less, {other_fix}",
+        )
+        return
+    if prompt is not None and prompt >= limit:
+        yield _no_room("rollout.max_prompt_len", "prompts", prompt, "response", limit, limit_in_words, other_fix)
+    lengths = [("rollout.max_response_len", response), ("eval.max_response_len", cfg.eval.max_response_len)]
+    lengths += [(f"eval.datasets.{i}.max_response_len", d.max_response_len) for i, d in enumerate(cfg.eval.datasets)]
+    for path, length in lengths:
+        if length is not None and length >= limit:
+            yield _no_room(path, "responses", length, "prompt", limit, limit_in_words, other_fix)
+
+
+def _no_room(path: str, what: str, length: int, other: str, limit: int, limit_in_words: str, other_fix: str) -> Issue:
+    flag = next((leaf.flag for leaf in leaves() if leaf.path == path), path)
+    problem = f"{what} of {length} tokens leave no room for a {other} in {limit_in_words}"
+    return Issue(path, problem, f"{flag} below {limit}, {other_fix}")
+
+
+def eval_has_data_and_interval(cfg: RunConfig) -> Iterator[Issue]:
+    given = bool(cfg.eval.prompt_data or cfg.eval.datasets)
+    if evaluates(cfg) and not given:
+        yield Issue(
+            "eval.prompt_data",
+            f"--eval-interval {cfg.eval.interval} is given, but nothing to evaluate on",
+            "--eval-prompt-data NAME FILE.jsonl, or leave out --eval-interval",
+        )
+    if given and not evaluates(cfg):
+        yield Issue(
+            "eval.interval",
+            "evaluation data is given, but no --eval-interval, so it would never be used",
+            "--eval-interval STEPS, or leave out the data",
+        )
+
+
+def eval_names_are_pairs_and_unique(cfg: RunConfig) -> Iterator[Issue]:
+    words = cfg.eval.prompt_data
+    if len(words) % 2:
+        yield Issue(
+            "eval.prompt_data",
+            f"takes pairs of name and file, got {len(words)} words: {' '.join(words)}",
+            "--eval-prompt-data NAME FILE.jsonl [NAME FILE.jsonl ...]",
+        )
+        words = []
+    names = Counter([*words[::2], *(dataset.name for dataset in cfg.eval.datasets)])
+    for name, count in names.items():
+        if count > 1:
+            yield Issue(
+                "eval.datasets", f"{count} datasets have the name {name!r}", f"rename one: metrics are eval/{name}"
+            )
+
+
+def saving_saves(cfg: RunConfig) -> Iterator[Issue]:
+    if cfg.checkpoint.save is not None and cfg.checkpoint.save_interval is None:
+        yield Issue(
+            "checkpoint.save",
+            f"names {cfg.checkpoint.save}, but without --save-interval nothing is saved",
+            "--save-interval STEPS",
+        )
+
+
+def custom_names_are_free(cfg: RunConfig) -> Iterator[Issue]:
+    taken = {leaf.attribute: leaf for leaf in leaves()}
+    for name in cfg.custom:
+        leaf = taken.get(name)
+        if leaf is not None:
+            yield Issue(
+                f"custom.{name}",
+                f"args.{name} is the setting {leaf.path} already",
+                f"set {leaf.path} ({(leaf.inverted or leaf.flags)[-1]}), or rename yours",
+            )
+
+
+def custom_values_are_plain(cfg: RunConfig) -> Iterator[Issue]:
+    for name, value in cfg.custom.items():
+        odd = _not_plain(value)
+        if odd is not None:
+            yield Issue(
+                f"custom.{name}",
+                f"holds a {type(odd).__name__}, {odd}, which a YAML file cannot keep",
+                "put it in quotes, or use text, numbers, true, false, null, lists and mappings",
+            )
+
+
+def _not_plain(value: object) -> object | None:
+    """The first key or value inside `value` that YAML cannot give back as it was."""
+    if isinstance(value, dict):
+        mapping = cast(dict[object, object], value)
+        odd_key = next((key for key in mapping if not isinstance(key, str)), None)
+        return odd_key if odd_key is not None else _first_not_plain(mapping.values())
+    if isinstance(value, list):
+        return _first_not_plain(cast(list[object], value))
+    return None if isinstance(value, str | int | float | bool | None) else value
+
+
+def _first_not_plain(values: Iterable[object]) -> object | None:
+    return next((odd for odd in map(_not_plain, values) if odd is not None), None)
+
+
+CHECKS: tuple[Check, ...] = (
+    run_has_a_length,
+    batches_fill_whole_steps,
+    over_sampling_covers_the_batch,
+    loss_and_rollout_function_agree,
+    rewards_come_from_somewhere,
+    rewards_have_their_labels,
+    sampling_is_the_policy,
+    kl_loss_is_switched_on,
+    learning_rate_schedule_is_possible,
+    lengths_fit_the_context,
+    eval_has_data_and_interval,
+    eval_names_are_pairs_and_unique,
+    saving_saves,
+    custom_names_are_free,
+    custom_values_are_plain,
+)

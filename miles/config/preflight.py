@@ -1,0 +1,202 @@
+"""What a run needs of the disk and the machine, looked at before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Any, cast
+
+from miles.config.checks import length_issues
+from miles.config.known import Check, run_checks
+from miles.config.resources import machine_cores, needs_engines, num_engines, resolved_num_cpus
+from miles.config.schema import DataConfig, RunConfig
+from miles.errors import CheckpointError, Issue
+from miles.utils import checkpoint_folder
+from miles.utils.run_folder import RESOLVED
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+"""Values of `model_type` in config.json that engine and trainer run."""
+
+
+def preflight(cfg: RunConfig, unknown: Set[str] = frozenset()) -> list[Issue]:
+    """Everything that is missing or wrong on the disk and the machine; leaves out what needs an `unknown` setting."""
+    return run_checks(PREFLIGHT, cfg, unknown)
+
+
+def model_is_complete(cfg: RunConfig) -> Iterator[Issue]:
+    path = cfg.model.hf_checkpoint
+    if not path:
+        yield Issue("model.hf_checkpoint", "no model is given", "--hf-checkpoint FOLDER")
+        return
+    yield from _model_folder("model.hf_checkpoint", path, tokenizer=True)
+
+
+def reference_is_complete(cfg: RunConfig) -> Iterator[Issue]:
+    if cfg.model.ref_load is not None:
+        yield from _model_folder("model.ref_load", cfg.model.ref_load, tokenizer=False)
+
+
+def chat_template_exists(cfg: RunConfig) -> Iterator[Issue]:
+    path = cfg.model.chat_template_path
+    if path is not None and not Path(path).is_file():
+        yield Issue("model.chat_template_path", f"{path}: no such file", "--chat-template-path FILE.jinja")
+
+
+def lengths_fit_the_model(cfg: RunConfig) -> Iterator[Issue]:
+    limit = (_read_json(Path(cfg.model.hf_checkpoint) / "config.json") or {}).get("max_position_embeddings")
+    if not isinstance(limit, int) or not needs_engines(cfg):
+        return
+    context = cfg.rollout.max_context_len
+    if context is not None and context > limit:
+        problem = f"{context} tokens are more than the {limit} positions of {cfg.model.hf_checkpoint}"
+        yield Issue("rollout.max_context_len", problem, f"--rollout-max-context-len {limit} or less")
+    if context is None:
+        yield from length_issues(cfg, limit, f"the {limit} positions of the model", "or a model with more positions")
+
+
+def prompts_exist(cfg: RunConfig) -> Iterator[Issue]:
+    if cfg.data.source_path != DataConfig.model_fields["source_path"].default:
+        return
+    if not cfg.data.prompt_data:
+        yield Issue("data.prompt_data", "no prompts are given", "--prompt-data FILE.jsonl")
+    else:
+        yield from _data_file("data.prompt_data", cfg.data.prompt_data, "")
+
+
+def eval_data_exists(cfg: RunConfig) -> Iterator[Issue]:
+    words = cfg.eval.prompt_data
+    for name, path in zip(words[::2], words[1::2], strict=False):
+        yield from _data_file("eval.prompt_data", path, f"dataset {name}: ")
+    for i, dataset in enumerate(cfg.eval.datasets):
+        yield from _data_file(f"eval.datasets.{i}.path", dataset.path, f"dataset {dataset.name}: ")
+
+
+def checkpoint_is_complete(cfg: RunConfig) -> Iterator[Issue]:
+    if cfg.checkpoint.load is None:
+        return
+    try:
+        checkpoint_folder.resolve(cfg.checkpoint.load)
+    except CheckpointError as e:
+        problem, _, fix = str(e).partition("\n    fix: ")
+        yield Issue("checkpoint.load", problem, fix or "--load FOLDER")
+
+
+def run_folder_is_free(cfg: RunConfig) -> Iterator[Issue]:
+    if cfg.run.dir is None:
+        return
+    folder, load = Path(cfg.run.dir), cfg.checkpoint.load
+    if folder.exists() and not folder.is_dir():
+        yield Issue("run.dir", f"{folder} is a file", "--run-dir FOLDER, or leave it out for a new one under runs/")
+    resumes = load is not None and Path(load).resolve().is_relative_to(folder.resolve())
+    if (folder / RESOLVED).exists() and not resumes:
+        yield Issue(
+            "run.dir",
+            f"{folder} holds another run",
+            f"--run-dir with a new folder (null makes one under runs/), or --load {folder / 'checkpoints'} to go on with that run",
+        )
+
+
+def processes_can_be_placed(cfg: RunConfig) -> Iterator[Issue]:
+    ranks, engines, cpus = cfg.cluster.train_ranks, num_engines(cfg), resolved_num_cpus(cfg)
+    if ranks + engines > cpus:
+        source = "--num-cpus" if cfg.cluster.num_cpus else f"this machine's {machine_cores()} cores"
+        yield Issue(
+            "cluster.num_cpus",
+            f"{ranks} trainer rank(s) and {engines} engine(s) take {ranks + engines} logical CPUs, "
+            f"but Ray may hand out {cpus} ({source})",
+            f"--num-cpus {ranks + engines}, or fewer --train-ranks or --rollout-engines",
+        )
+
+
+def _model_folder(setting: str, path: str, *, tokenizer: bool) -> Iterator[Issue]:
+    folder = Path(path)
+    flag = "--" + setting.partition(".")[2].replace("_", "-")
+    if not folder.is_dir():
+        problem = f"{path} is a file, not a folder" if folder.is_file() else f"{path}: no such folder"
+        hub = path.count("/") == 1 and not path.startswith((".", "/", "~")) and not folder.parent.exists()
+        fetch = f"models come from folders, not from a hub: hf download {path} --local-dir FOLDER, then {flag} FOLDER"
+        yield Issue(
+            setting, problem, fetch if hub else f"{flag} with a folder of config.json, *.safetensors, tokenizer"
+        )
+        return
+    yield from _model_config(setting, folder)
+    yield from _model_weights(setting, folder)
+    if tokenizer and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        yield Issue(
+            setting,
+            f"{folder} has no tokenizer: neither tokenizer.json nor tokenizer_config.json",
+            "save the model's tokenizer into it: tokenizer.save_pretrained(FOLDER)",
+        )
+
+
+def _model_config(setting: str, folder: Path) -> Iterator[Issue]:
+    file = folder / "config.json"
+    if not file.is_file():
+        fix = "give the folder that model.save_pretrained(FOLDER) wrote"
+        yield Issue(setting, f"{folder} has no config.json, so it is no model folder", fix)
+        return
+    config = _read_json(file)
+    if config is None:
+        yield Issue(setting, f"{file} is not a JSON object", "fetch or save the model again")
+    elif config.get("model_type") not in MODEL_TYPES:
+        yield Issue(
+            setting,
+            f"{folder} holds a model of type {config.get('model_type')!r}",
+            f"choose a model of type {', '.join(MODEL_TYPES[:-1])} or {MODEL_TYPES[-1]}",
+        )
+
+
+def _model_weights(setting: str, folder: Path) -> Iterator[Issue]:
+    found = {p.name for p in folder.glob("*.safetensors")}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = (_read_json(index) or {}).get("weight_map")
+        named = set(cast(dict[str, str], weight_map).values()) if isinstance(weight_map, dict) else set[str]()
+        missing = sorted(named - found)
+        if missing or not named:
+            problem = f"{len(missing)} of {len(named)} weight files are missing: {', '.join(missing[:3])}"
+            yield Issue(
+                setting, f"{folder}: {problem}" if named else f"{index} names no files", "fetch the model again"
+            )
+    elif not found:
+        yield Issue(setting, f"{folder} has no *.safetensors", "save the model with model.save_pretrained(FOLDER)")
+
+
+def _data_file(setting: str, path: str, prefix: str) -> Iterator[Issue]:
+    file = Path(path)
+    rows = "a .jsonl file with one JSON object a line"
+    if not file.exists():
+        yield Issue(setting, f"{prefix}{path}: no such file", f"check the path; the current folder is {Path.cwd()}")
+    elif not file.is_file():
+        yield Issue(setting, f"{prefix}{path} is not a file", f"give {rows}")
+    elif file.suffix != ".jsonl":
+        yield Issue(setting, f"{prefix}{path} is not a .jsonl file", f"give {rows}")
+    elif _is_blank(file):
+        yield Issue(setting, f"{prefix}{path} is empty", f"give {rows}")
+
+
+def _is_blank(file: Path) -> bool:
+    with file.open("rb") as lines:
+        return not any(line.strip() for line in lines)
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return cast(dict[str, Any], data) if isinstance(data, dict) else None
+
+
+PREFLIGHT: tuple[Check, ...] = (
+    model_is_complete,
+    reference_is_complete,
+    chat_template_exists,
+    lengths_fit_the_model,
+    prompts_exist,
+    eval_data_exists,
+    checkpoint_is_complete,
+    run_folder_is_free,
+    processes_can_be_placed,
+)

@@ -1,0 +1,45 @@
+"""What a run takes of the machine: logical CPUs, threads, processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from miles.config.schema import RunConfig
+
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def machine_cores() -> int:
+    """Cores that this process may use: its affinity, within a container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CPU_QUOTA.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def resolved_num_cpus(cfg: RunConfig) -> int:
+    """Logical CPUs that Ray may hand out."""
+    return cfg.cluster.num_cpus or machine_cores()
+
+
+def resolved_threads(cfg: RunConfig) -> int:
+    """Threads that torch uses in each trainer and engine."""
+    return cfg.cluster.threads or machine_cores()
+
+
+def evaluates(cfg: RunConfig) -> bool:
+    """Whether the run evaluates at all."""
+    return cfg.eval.interval is not None
+
+
+def needs_engines(cfg: RunConfig) -> bool:
+    """Whether anything generates: a policy is trained, or the run evaluates."""
+    return cfg.algorithm.loss_type == "policy_loss" or evaluates(cfg)
+
+
+def num_engines(cfg: RunConfig) -> int:
+    """Engines that the run starts."""
+    return cfg.cluster.rollout_engines if needs_engines(cfg) else 0

@@ -13,6 +13,7 @@ from miles.config.resources import machine_cores, needs_engines, num_engines, re
 from miles.config.schema import DataConfig, RunConfig
 from miles.errors import CheckpointError, Issue
 from miles.utils import checkpoint_folder
+from miles.utils.jsonl import split_slice
 from miles.utils.run_folder import RESOLVED
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -164,7 +165,7 @@ def _model_weights(setting: str, folder: Path) -> Iterator[Issue]:
 
 
 def _data_file(setting: str, path: str, prefix: str) -> Iterator[Issue]:
-    file = Path(path)
+    file = Path(split_slice(path)[0])
     rows = "a .jsonl file with one JSON object a line"
     if not file.exists():
         yield Issue(setting, f"{prefix}{path}: no such file", f"check the path; the current folder is {Path.cwd()}")

@@ -9,7 +9,6 @@ import random
 import socket
 import time
 import urllib.request
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +50,7 @@ class TransportError(EngineError):
 
     def __init__(self, url: str, reason: str, sent: bool) -> None:
         self.url, self.reason, self.sent = url, reason, sent
-        state = "it may have been received and is not repeated" if sent else "it was not sent"
+        state = "it may have been received" if sent else "it was not sent"
         super().__init__(f"no answer from {url} ({state}): {reason}; check that the server runs and its log")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -132,7 +131,7 @@ class _Sessions:
     is_near: dict[str, bool] = field(default_factory=dict)
 
 
-_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Sessions] = weakref.WeakKeyDictionary()
+_sessions: dict[asyncio.AbstractEventLoop, _Sessions] = {}
 
 
 def _literal_is_near(address: str) -> bool:
@@ -159,7 +158,12 @@ async def _is_near(host: str, known: dict[str, bool]) -> bool:
 
 
 async def _session_for(url: str) -> aiohttp.ClientSession:
-    sessions = _sessions.setdefault(asyncio.get_running_loop(), _Sessions())
+    loop = asyncio.get_running_loop()
+    if loop not in _sessions:
+        for ended in [other for other in _sessions if other.is_closed()]:
+            del _sessions[ended]
+        _sessions[loop] = _Sessions()
+    sessions = _sessions[loop]
     trust_env = not await _is_near(split_host_port(url)[0], sessions.is_near)
     session = sessions.by_trust_env.get(trust_env)
     if session is None or session.closed:
@@ -209,9 +213,14 @@ async def get(
     *,
     headers: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
-    deadline_s: float | None = 60.0,
+    deadline_s: float | None = None,
 ) -> Any:
-    """GET, always repeatable; answers and errors as for `post`."""
+    """GET, always repeatable; answers and errors as for `post`.
+
+    Without a deadline the whole call may take 60 s, or `timeout_s` where that is longer.
+    """
+    if deadline_s is None:
+        deadline_s = max(RETRY_WINDOW_S, timeout_s or 0.0)
     return await _call("GET", url, b"", dict(headers or {}), timeout_s, True, deadline_s)
 
 
@@ -227,6 +236,7 @@ async def _call(
     started = time.monotonic()
     window_s = RETRY_WINDOW_S if deadline_s is None else deadline_s
     pause_s = _FIRST_PAUSE_S
+    said: HttpError | None = None
     session = await _session_for(url)
     while True:
         limits = [timeout_s, None if deadline_s is None else max(0.001, started + deadline_s - time.monotonic())]
@@ -237,12 +247,12 @@ async def _call(
         except HttpError as error:
             if error.status != 429 and not (idempotent and error.status >= 500):
                 raise
-            failure = error
+            failure = said = error
             asked_pause_s = error.retry_after_s
         except TransportError as error:
             if error.sent and not idempotent:
                 raise
-            failure = error
+            failure = said or error  # what a server said tells more than that it was silent at last
         # Full jitter: callers that failed together do not come back together.
         wait_s = max(asked_pause_s, pause_s * random.uniform(0.5, 1.5))
         if time.monotonic() - started + wait_s >= window_s:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from miles.errors import DataError
+
+_SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$", re.DOTALL)
 
 _OTHER_ENCODINGS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
@@ -74,3 +77,12 @@ def _kind(value: Any) -> str:
     if value is None:
         return "null"
     return {"list": "array", "str": "string", "bool": "boolean"}.get(type(value).__name__, "number")
+
+
+def split_slice(path: str) -> tuple[str, slice]:
+    """The file and the rows meant by `FILE@[a:b]`; every row of a plain path. Negative numbers count from the end."""
+    match = _SLICE.match(path)
+    if match is None:
+        return path, slice(None)
+    start, stop = (int(text) if text not in ("", "-") else None for text in match.group("start", "stop"))
+    return match["path"], slice(start, stop)

@@ -1,0 +1,1 @@
+"""From prompts to graded samples: data source, generation, rewards, filters."""

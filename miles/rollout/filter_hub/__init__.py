@@ -1,0 +1,1 @@
+"""Filters that keep or drop finished groups."""

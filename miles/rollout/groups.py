@@ -1,0 +1,75 @@
+"""Walking through groups: flat samples, trajectories, and their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from miles.core.samples import Sample
+from miles.errors import HookError, TrainingError
+
+
+def flatten(items: Any) -> Iterator[Sample]:
+    """Every sample of a sample, a group, or nested lists of them, in order."""
+    if isinstance(items, Sample):
+        yield items
+        return
+    if not isinstance(items, list | tuple):
+        raise HookError(
+            "rollout",
+            f"found a {type(items).__name__} where a Sample or a list of them belongs",
+            "return Sample objects from the generate or rollout function",
+        )
+    for item in items:  # pyright: ignore[reportUnknownVariableType]
+        yield from flatten(item)
+
+
+def trajectories(group: Iterable[Any]) -> list[list[Sample]]:
+    """Samples of a group by trajectory, in order of first appearance.
+
+    Samples that share `rollout_id` form one trajectory, and so do the samples of one nested list.
+    """
+    found: dict[tuple[str, int], list[Sample]] = {}
+    for position, item in enumerate(group):
+        for sample in flatten(item):
+            name = sample.trajectory
+            key = ("position", position) if name is None else ("name", name)
+            found.setdefault(key, []).append(sample)
+    return list(found.values())
+
+
+def trajectory_rewards(group: Iterable[Any], reward_key: str | None) -> list[float]:
+    """One reward per trajectory of a group.
+
+    Raises TrainingError when siblings disagree or a reward is not a finite number.
+    """
+    return [trajectory_reward(siblings, reward_key) for siblings in trajectories(group)]
+
+
+def trajectory_reward(siblings: list[Sample], reward_key: str | None) -> float:
+    """The reward that all samples of one trajectory share; raises TrainingError naming the samples otherwise."""
+    values: list[float] = []
+    for sample in siblings:
+        try:
+            values.append(sample.get_reward_value(reward_key))
+        except ValueError as error:
+            raise TrainingError(f"sample {sample.index} of group {sample.group_index}: {error}") from None
+    if any(v != values[0] for v in values):
+        raise TrainingError(
+            f"samples {[s.index for s in siblings]} of group {siblings[0].group_index} form one trajectory but have "
+            f"the rewards {values}; give every sample of a trajectory the same reward"
+        )
+    return values[0]
+
+
+def excerpt(sample: Sample, limit: int = 160) -> str:
+    """The start of a sample's prompt on one line, for messages."""
+    text = " ".join(prompt_text(sample).split())
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def prompt_text(sample: Sample) -> str:
+    """The prompt as text; chat messages as `role: content` lines."""
+    if isinstance(sample.prompt, str):
+        return sample.prompt
+    return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in sample.prompt)

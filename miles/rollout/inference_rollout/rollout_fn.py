@@ -1,0 +1,83 @@
+"""`InferenceRolloutFn`: the default of `--rollout-function-path`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from miles.core.plugins import load_function, maybe_await
+from miles.errors import HookError
+from miles.rollout.base_types import (
+    RolloutFnConstructorInput,
+    RolloutFnEvalInput,
+    RolloutFnEvalOutput,
+    RolloutFnTrainInput,
+    RolloutFnTrainOutput,
+)
+from miles.rollout.inference_rollout.collect import Collector, by_index
+from miles.rollout.inference_rollout.compatibility import describe_error
+from miles.rollout.inference_rollout.evaluate import Evaluator
+from miles.rollout.inference_rollout.state import GenerateState
+from miles.rollout.metrics import finite_only
+
+
+class InferenceRolloutFn:
+    """Collects batches from a data source with the run's engines, and evaluates on them."""
+
+    def __init__(self, input: RolloutFnConstructorInput, *, state: GenerateState | None = None) -> None:
+        args = input.args
+        self.args, self.data_source = args, input.data_source
+        self.state = state or GenerateState(args)
+        self._sample_filter = _load(args.rollout_sample_filter_path)
+        self._all_samples_process = _load(args.rollout_all_samples_process_path)
+        self._collector = Collector(
+            self.state,
+            input.data_source,
+            batch_size=args.rollout_batch_size,
+            wave_size=args.over_sampling_batch_size or args.rollout_batch_size,
+            max_retries=args.rollout_max_group_retries,
+            dynamic_filter=_load(args.dynamic_sampling_filter_path),
+            dynamic_filter_path=args.dynamic_sampling_filter_path or "",
+            ledger=input.ledger,
+        )
+        self._evaluator = Evaluator(args, self.state.tokenizer, self.state.max_context_len)
+
+    async def __call__(
+        self, input: RolloutFnTrainInput | RolloutFnEvalInput
+    ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+        """A batch of `--rollout-batch-size` groups, or the results of every evaluation dataset."""
+        if isinstance(input, RolloutFnEvalInput):
+            return await self._evaluator.evaluate(input.generate_state or self.state)
+        return await self._train(input)
+
+    async def close(self) -> None:
+        """End the reward workers."""
+        await self.state.close()
+
+    async def _train(self, input: RolloutFnTrainInput) -> RolloutFnTrainOutput:
+        collected = await self._collector.collect()
+        await _run_hook(self._sample_filter, self.args.rollout_sample_filter_path, self.args, collected.kept)
+        finished = sorted(collected.finished, key=by_index)
+        await _run_hook(
+            self._all_samples_process,
+            self.args.rollout_all_samples_process_path,
+            self.args,
+            finished,
+            self.data_source,
+        )
+        rewards, _ = finite_only(self.state.reward_hub.metrics())
+        return RolloutFnTrainOutput(samples=collected.kept, metrics={**collected.metrics(), **rewards})
+
+
+def _load(path: str | None) -> Callable[..., Any] | None:
+    return None if path is None else load_function(path)
+
+
+async def _run_hook(fn: Callable[..., Any] | None, path: str, *args: Any) -> None:
+    """Call a hook that changes samples in place; what it raises comes out as HookError."""
+    if fn is None:
+        return
+    try:
+        await maybe_await(fn(*args))
+    except Exception as error:
+        raise HookError(path, describe_error(error), "mend this function") from error

@@ -1,0 +1,187 @@
+"""From finished groups to the `TrainBatch` that the trainer gets."""
+
+# B samples, T tokens of a sample, R its response tokens
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from miles.core.samples import Sample
+from miles.core.train_batch import Column, TrainBatch
+from miles.errors import HookError, TrainingError
+from miles.rollout.base_types import RolloutGroup
+from miles.rollout.groups import flatten, trajectories, trajectory_reward
+from miles.rollout.reward_normalization import Floats, normalize_rewards
+
+RewardPostProcess = Callable[[list[Sample]], Any]
+
+
+def to_train_batch(
+    groups: Sequence[RolloutGroup],
+    *,
+    reward_key: str | None = None,
+    normalize: bool = True,
+    normalize_std: bool = True,
+    require_rewards: bool = True,
+    reward_post_process: RewardPostProcess | None = None,
+    reward_post_process_path: str = "--custom-reward-post-process-path",
+) -> TrainBatch:
+    """Columns of all samples of `groups`, in order.
+
+    `tokens` (token, int64) · `loss_mask` (response, float32; zero for `remove_sample`) · `rollout_log_probs`
+    (response, float32; when every sample has them) · `reward` (sample, float32; normalised within its prompt group) ·
+    `raw_reward` (sample, float32) · `sample_index`, `group_index`, `trajectory` (sample, int64) · `truncated` (sample,
+    float32) · `weight_version` (sample, int64; the oldest of its trainable tokens, -1 where there is none).
+
+    Args:
+        reward_key: entry of reward objects that is trained on.
+        normalize: subtract the group's mean reward.
+        normalize_std: and divide by its standard deviation.
+        require_rewards: refuse samples without a reward; otherwise the reward columns are left out when no sample
+            has one, as in supervised training.
+        reward_post_process: takes the samples and returns `(raw, normalised)`, in place of the group normalisation.
+
+    Raises TrainingError, naming the samples, on NaN or infinite values, lengths that disagree, missing rewards, and
+    log-probs that only some samples have; HookError when the post-process function returns something else.
+    """
+    samples = [sample for group in groups for sample in flatten(group)]
+    if not samples:
+        raise TrainingError("the rollout returned no sample; there is nothing to train on")
+    for sample in samples:
+        _check(sample)
+    group_B, trajectory_B = _group_ids(groups)
+
+    columns = {
+        "tokens": Column.from_rows([s.tokens for s in samples], "token", "int64"),
+        "loss_mask": Column.from_rows([_mask(s) for s in samples], "response"),
+        "sample_index": _sample_column([_number(s.index, b) for b, s in enumerate(samples)], "int64"),
+        "group_index": _sample_column(group_B, "int64"),
+        "trajectory": _sample_column(trajectory_B, "int64"),
+        "truncated": _sample_column([float(s.status is Sample.Status.TRUNCATED) for s in samples]),
+        "weight_version": _sample_column([_number(s.oldest_weight_version, -1) for s in samples], "int64"),
+    }
+    if _has_log_probs(samples):
+        columns["rollout_log_probs"] = Column.from_rows([s.rollout_log_probs or [] for s in samples], "response")
+    if require_rewards or any(s.reward is not None for s in samples):
+        if reward_post_process is None:
+            raw_B = _rewards(groups, reward_key)
+            reward_B = raw_B
+            if normalize:
+                reward_B = normalize_rewards(
+                    raw_B,
+                    group_B=group_B,
+                    trajectory_B=trajectory_B,
+                    counted_B=[s.effective_response_length > 0 for s in samples],
+                    divide_std=normalize_std,
+                )
+        else:
+            raw_B, reward_B = _post_process(reward_post_process, reward_post_process_path, samples)
+        columns["reward"] = _sample_column(reward_B)
+        columns["raw_reward"] = _sample_column(_overridden(raw_B, samples))
+    return TrainBatch(columns=columns)
+
+
+def _sample_column(values: Any, dtype: str = "float32") -> Column:
+    return Column.from_rows(list(values), "sample", dtype)
+
+
+def _number(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _name(sample: Sample) -> str:
+    return f"sample {sample.index} (group {sample.group_index})"
+
+
+def _check(sample: Sample) -> None:
+    try:
+        sample.validate()
+    except ValueError as error:
+        raise TrainingError(f"{error}; mend the rollout or generate function that made this sample") from None
+    if not sample.tokens:
+        raise TrainingError(f"{_name(sample)} has no tokens; the generate function must set sample.tokens")
+    bad = [r for r, x in enumerate(sample.rollout_log_probs or []) if not math.isfinite(x)]
+    if bad:
+        raise TrainingError(
+            f"{_name(sample)}: rollout_log_probs is {(sample.rollout_log_probs or [])[bad[0]]} at response token "
+            f"{bad[0]} ({len(bad)} such tokens); the engine's numbers are broken, look into its log"
+        )
+
+
+def _mask(sample: Sample) -> list[int]:
+    if sample.remove_sample:
+        return [0] * sample.response_length
+    return [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+
+
+def _has_log_probs(samples: list[Sample]) -> bool:
+    """Whether all samples have log-probs; an empty response needs none."""
+    without = [s for s in samples if s.rollout_log_probs is None and s.response_length]
+    if not without:
+        return any(s.rollout_log_probs is not None for s in samples)
+    if any(s.rollout_log_probs is not None for s in samples):
+        names = ", ".join(_name(s) for s in without[:5]) + (" ..." if len(without) > 5 else "")
+        raise TrainingError(
+            f"{len(without)} of {len(samples)} samples have no rollout_log_probs: {names}; "
+            "the generate function must return them for every sample or for none"
+        )
+    return False
+
+
+def _group_ids(groups: Sequence[RolloutGroup]) -> tuple[list[int], list[int]]:
+    """Group and trajectory of each sample; positions stand for numbers that a data source did not set."""
+    group_B: list[int] = []
+    trajectory_B: list[int] = []
+    for position, group in enumerate(groups):
+        names = {id(s): t for t, siblings in enumerate(trajectories(group)) for s in siblings}
+        indices = {s.group_index for s in flatten(group)}
+        if len(indices) > 1:
+            raise TrainingError(
+                f"one group holds samples of the groups {sorted(map(str, indices))}; a group is the samples of one "
+                "prompt, so that their rewards can be compared"
+            )
+        for sample in flatten(group):
+            group_B.append(_number(sample.group_index, position))
+            trajectory = sample.trajectory
+            trajectory_B.append(names[id(sample)] if trajectory is None else trajectory)
+    return group_B, trajectory_B
+
+
+def _rewards(groups: Sequence[RolloutGroup], reward_key: str | None) -> Floats:
+    """One finite reward per sample, shape [B]."""
+    by_sample = {
+        id(s): trajectory_reward(siblings, reward_key)
+        for group in groups
+        for siblings in trajectories(group)
+        for s in siblings
+    }
+    return np.asarray([by_sample[id(s)] for group in groups for s in flatten(group)], dtype=np.float64)
+
+
+def _overridden(raw_B: Floats, samples: list[Sample]) -> Floats:
+    """`metadata["raw_reward"]` replaces the reward that is reported, not the one that is trained on."""
+    values = [float(s.metadata.get("raw_reward", r)) for s, r in zip(samples, raw_B, strict=True)]
+    return np.asarray(values, dtype=np.float64)
+
+
+def _post_process(fn: RewardPostProcess, path: str, samples: list[Sample]) -> tuple[Floats, Floats]:
+    try:
+        returned = fn(samples)
+        raw_B, reward_B = (np.asarray([float(x) for x in part], dtype=np.float64) for part in returned)
+    except HookError:
+        raise
+    except Exception as error:
+        raise HookError(path, f"failed with {type(error).__name__}: {error}", "return (raw, normalised)") from error
+    for what, values_B in (("raw", raw_B), ("normalised", reward_B)):
+        if len(values_B) != len(samples):
+            raise HookError(
+                path, f"returned {len(values_B)} {what} rewards for {len(samples)} samples", "return one per sample"
+            )
+        if not np.isfinite(values_B).all():
+            names = ", ".join(_name(samples[int(b)]) for b in np.flatnonzero(~np.isfinite(values_B))[:5])
+            raise TrainingError(f"{path}: the {what} reward is not finite for {names}")
+    return raw_B, reward_B

@@ -1,0 +1,109 @@
+import json
+
+import numpy as np
+import pytest
+
+from miles.core.samples import Sample
+from miles.rollout.metrics import dump_rows, finite_only, is_repetitive, pass_at_k, rollout_metrics
+
+
+def make_sample(index, group, reward, length=4, status=Sample.Status.COMPLETED, version="1"):
+    sample = Sample(group_index=group, index=index, prompt="p?", tokens=[5, 6])
+    sample.append_response([7] * length, [-0.5] * length, "answer", version)
+    sample.status, sample.reward = status, reward
+    return sample
+
+
+def test_lengths_rewards_and_ratios_of_a_batch():
+    groups = [
+        [make_sample(0, 0, 1.0, 10), make_sample(1, 0, 1.0, 20)],
+        [make_sample(2, 1, 0.0, 30, Sample.Status.TRUNCATED), make_sample(3, 1, 1.0, 40, version="2")],
+    ]
+    metrics = rollout_metrics(groups, elapsed_s=2.0)
+    expected = {
+        "rollout/reward": 0.75,
+        "rollout/response_len/mean": 25.0,
+        "rollout/response_len/max": 40.0,
+        "rollout/response_len/min": 10.0,
+        "rollout/truncated_ratio": 0.25,
+        "rollout/zero_std": 0.5,
+        "rollout/all_one": 0.5,
+        "rollout/all_zero": 0.0,
+        "rollout/response_tokens": 100.0,
+        "rollout/response_tokens_per_s": 50.0,
+        "rollout/weight_version/min": 1.0,
+        "rollout/weight_version/max": 2.0,
+        "rollout/num_samples": 4.0,
+    }
+    assert {name: metrics[name] for name in expected} == expected
+
+
+def test_the_mean_length_of_correct_samples_pairs_rewards_with_their_own_lengths():
+    rewards, lengths = [1, 0, 0, 1], [10, 20, 30, 40]
+    groups = [[make_sample(i, i, r, n)] for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
+    for order in ([2, 0, 3, 1], [0, 1, 2, 3]):
+        metrics = rollout_metrics([groups[i] for i in order])
+        assert metrics["rollout/response_len/correct_mean"] == 25.0
+
+
+def test_undefined_rewards_are_counted_and_do_not_enter_the_mean():
+    rewards = [0.5, None, float("nan"), 0.8, 0.6, 0.7]
+    metrics = rollout_metrics([[make_sample(i, 0, r) for i, r in enumerate(rewards)]])
+    assert metrics["rollout/reward"] == pytest.approx(0.65)
+    assert metrics["rollout/unscored"] == 2.0
+
+
+def test_without_rewards_the_reward_metrics_are_left_out():
+    metrics = rollout_metrics([[make_sample(0, 0, None)]])
+    assert "rollout/reward" not in metrics
+    assert metrics["rollout/num_samples"] == 1.0
+
+
+def test_a_trajectory_counts_once_in_the_mean_reward():
+    fragments = [make_sample(0, 0, 1.0), make_sample(0, 0, 1.0), make_sample(0, 0, 1.0)]
+    assert rollout_metrics([[fragments, make_sample(1, 0, 0.0)]])["rollout/reward"] == 0.5
+
+
+def test_an_empty_batch_has_no_metrics():
+    assert rollout_metrics([]) == {}
+
+
+def test_text_that_goes_round_in_circles_is_repetitive():
+    words = " ".join(str(i * i) for i in range(400))
+    assert is_repetitive("again " * 2000)
+    assert not is_repetitive(words)
+    assert not is_repetitive("")
+
+
+@pytest.mark.parametrize(("n", "c", "k", "want"), [(4, 1, 1, 0.25), (4, 1, 2, 0.5), (4, 1, 4, 1.0), (8, 0, 4, 0.0)])
+def test_pass_at_k_is_the_unbiased_estimate(n, c, k, want):
+    assert pass_at_k(n, c, k) == pytest.approx(want)
+
+
+def test_pass_at_1_over_single_samples_is_the_share_of_solved_problems():
+    solved = [1] * 50 + [0] * 114
+    assert np.mean([pass_at_k(1, c, 1) for c in solved]) == pytest.approx(0.3049, abs=1e-4)
+
+
+def test_pass_at_k_is_not_defined_for_more_than_n():
+    with pytest.raises(ValueError, match=r"pass@10 is not defined for 1 correct of 1 samples"):
+        pass_at_k(1, 1, 10)
+
+
+def test_non_finite_metrics_are_left_out_and_counted():
+    assert finite_only({"a": 1.0, "b": float("nan"), "c": float("inf")}) == ({"a": 1.0}, 2)
+
+
+def test_rows_are_valid_json_with_what_a_reader_wants():
+    sample = make_sample(3, 1, {"score": float("nan"), "n": np.float32(2)})
+    sample.metadata = {"source": "gsm", "shape": (1, 2), "odd": {1}}
+    chat = make_sample(4, 1, 1.0)
+    chat.prompt = [{"role": "user", "content": "hi"}]
+    rows = json.loads(json.dumps(dump_rows([[sample, chat]]), allow_nan=False))
+    assert rows[0]["reward"] == {"score": None, "n": 2.0}
+    assert rows[0]["prompt"] == "p?"
+    assert rows[0]["response"] == "answer"
+    assert rows[0]["status"] == "completed"
+    assert (rows[0]["prompt_length"], rows[0]["response_length"]) == (2, 4)
+    assert rows[0]["weight_versions"] == ["1"]
+    assert rows[1]["prompt"] == "user: hi"

@@ -122,7 +122,7 @@ def test_a_read_timeout_of_a_generation_is_not_repeated() -> None:
     async def story(url: str) -> None:
         error = await _fails(post(f"{url}/generate", {}, timeout_s=0.1), TransportError)
         assert error.sent
-        assert "may have been received and is not repeated" in str(error)
+        assert "(it may have been received)" in str(error)
         assert "0.1 s" in str(error)
 
     run(server, story)
@@ -223,6 +223,27 @@ def test_the_deadline_ends_retries_and_a_silent_answer_alike() -> None:
 
     run(Server(None), silent)
 
+    async def then_silent(url: str) -> None:
+        error = await _fails(get(url, deadline_s=0.5), HttpError)
+        assert error.body == "4 requests are still in flight"
+
+    run(Server(_error(504, "4 requests are still in flight"), None), then_silent)
+
+
+def test_a_longer_timeout_of_a_get_is_not_cut_by_the_default_deadline(monkeypatch) -> None:
+    monkeypatch.setattr(http_utils, "RETRY_WINDOW_S", 0.1)
+    waited: list[float] = []
+
+    async def story(url: str) -> None:
+        for timeout_s in (0.5, None):
+            started = time.monotonic()
+            await _fails(get(url, timeout_s=timeout_s), TransportError)
+            waited.append(time.monotonic() - started)
+
+    run(Server(None), story)
+    assert waited[0] >= 0.5
+    assert waited[1] < 0.5
+
 
 @pytest.mark.parametrize(
     ("proxy_variables", "host", "near"),
@@ -306,6 +327,17 @@ def test_each_event_loop_has_its_own_session_and_closes_it() -> None:
     run(Server(OK), story)
     assert seen[0] is not seen[1]
     assert all(session.closed for session in seen)
+
+
+def test_sessions_of_ended_loops_are_forgotten() -> None:
+    asyncio.run(http_utils._session_for("http://127.0.0.1:1"))  # no aclose
+
+    async def story(url: str) -> None:
+        await http_utils._session_for(url)
+        assert list(http_utils._sessions) == [asyncio.get_running_loop()]
+
+    run(Server(OK), story)
+    assert not http_utils._sessions
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,255 @@
+"""Publishing to a real engine behind the real router, and the proofs that stop a run."""
+
+import asyncio
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from miles.backends.torch_engine.payload import SharedMemoryCodec
+from miles.backends.training_utils.parity import ParityBounds
+from miles.backends.weight_sync import tensor
+from miles.backends.weight_sync.probes import check_probes, probe_sequences
+from miles.backends.weight_sync.publisher import Publisher
+from miles.core.run_facts import EngineEndpoint, RouterEndpoint
+from miles.errors import ParityError, WeightSyncError
+from miles.utils import http_utils
+from miles.utils.process import ServerProcess
+from tests.fast.torch_engine.support import make_model, reference_logprobs
+
+torch.set_num_threads(1)
+TOKEN = "t0ken"
+BOUNDS = ParityBounds(1e-3, 1e-2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def servers(folder, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("logs")
+    engine_flags = ["--model-path", str(folder), "--threads", "1", "--kv-cache-mb", "64"]
+    router_flags = ["--health-check-interval", "1000"]
+    processes = [
+        ServerProcess(
+            name, [sys.executable, "-m", module, "--api-key", TOKEN, "--exit-on-stdin-close", *flags], logs / name
+        )
+        for name, module, flags in (
+            ("engine-0", "miles.backends.torch_engine", engine_flags),
+            ("router", "miles.router", router_flags),
+        )
+    ]
+    try:
+        engine, router = (f"http://127.0.0.1:{p.wait_ready(120)['port']}" for p in processes)
+        yield (
+            EngineEndpoint(url=engine, engine_id="engine-0", pid=processes[0].pid, token=TOKEN),
+            RouterEndpoint(url=router, pid=processes[1].pid, token=TOKEN),
+        )
+    finally:
+        for process in processes:
+            process.stop()
+
+
+class TrainerWeights:
+    """A `WeightSource` over a model in this process, which a test may corrupt on its way out."""
+
+    def __init__(self, folder):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.learned = False
+        self.corrupt = lambda named: named
+        self.forge = lambda sent: sent
+
+    def named(self):
+        return [(n, p.detach()) for n, p in self.model.named_parameters()]
+
+    def learn(self):
+        with torch.no_grad():
+            for _, p in self.model.named_parameters():
+                p.mul_(1.01)
+        self.learned = True
+
+    def score(self, sequences, temperature):
+        return [reference_logprobs(self.model, s, temperature).tolist() for s in sequences]
+
+    async def send_weights(self, engines, version):
+        sent = await tensor.send(
+            self.corrupt(self.named()),
+            list(engines),
+            SharedMemoryCodec(),
+            version=version,
+            bucket_bytes=16 * 1024,
+            expected_nbytes={n: p.nbytes for n, p in self.named()},
+            learned=self.learned,
+        )
+        self.learned = False
+        return self.forge(sent)
+
+    async def check_probes(self, engine, version):
+        sequences = probe_sequences(3, self.model.config.vocab_size, 64)
+        return await check_probes(engine, self.score, sequences, temperature=0.7, bounds=BOUNDS, version=version)
+
+
+class NullTracker:
+    def log(self, step, metrics):
+        pass
+
+    def close(self):
+        pass
+
+
+class Placed:
+    def for_rollout(self):
+        return nullcontext()
+
+    for_training = for_weight_sync = for_rollout
+
+
+async def register(engine, router):
+    await http_utils.post(
+        f"{router.url}/add_worker", {"url": engine.url}, headers={"Authorization": f"Bearer {TOKEN}"}
+    )
+
+
+async def workers(router):
+    return (await http_utils.get(f"{router.url}/list_workers", headers={"Authorization": f"Bearer {TOKEN}"}))["urls"]
+
+
+def story(servers, source, tell):
+    """Run `tell(publisher)` against the servers; returns the versions the manager was told, and the router's workers."""
+    engine, router = servers
+    told = []
+
+    async def note(version):
+        told.append(version)
+
+    async def run():
+        await register(engine, router)
+        publisher = Publisher(
+            source, router, [engine], Placed(), note, NullTracker(), version=0, verify=True, probe_interval=1
+        )
+        try:
+            return await tell(publisher)
+        finally:
+            told.append(await workers(router))
+            await http_utils.aclose()
+
+    return asyncio.run(run()), told
+
+
+def test_a_publish_brings_the_weights_in_several_buckets_and_proves_them(servers, folder):
+    source = TrainerWeights(folder)
+
+    async def tell(publisher):
+        first = await publisher.publish()
+        source.learn()
+        second = await publisher.publish()
+        return publisher.version, first, second
+
+    (version, first, second), told = story(servers, source, tell)
+    assert version == 2
+    assert told == [1, 2, [servers[0].url]]
+    assert first["parity/probe_mean_diff"] < 1e-5
+    assert second["parity/probe_mean_diff"] < 1e-5
+    assert first["perf/update_weights_bytes"] == sum(p.nbytes for _, p in source.named())
+
+
+def broken(source, how):
+    def missing(named):
+        return named[:-1]
+
+    def stale(named):
+        return [(n, p * 0.5 if "norm" not in n else p) for n, p in named]
+
+    if how == "missing":
+        source.corrupt = missing
+        return "never sent"
+    source.corrupt = stale
+    source.forge = lambda sent: replace(sent, checksums={**sent.checksums, "model.norm.weight": "other"})
+    return "does not hold weight version 1: differing or missing: model.norm.weight"
+
+
+@pytest.mark.parametrize("how", ["missing", "differing"])
+def test_a_publish_that_cannot_be_proven_stops_and_leaves_the_engine_out_of_the_router(servers, folder, how):
+    source = TrainerWeights(folder)
+    wanted = broken(source, how)
+
+    async def tell(publisher):
+        with pytest.raises(WeightSyncError, match=wanted):
+            await publisher.publish()
+        return publisher.version
+
+    version, told = story(servers, source, tell)
+    assert version == 0
+    assert told == [[]]
+
+
+def test_a_trainer_that_learned_but_sends_the_same_weights_is_caught(servers, folder):
+    source = TrainerWeights(folder)
+
+    async def tell(publisher):
+        await publisher.publish()
+        source.learned = True
+        with pytest.raises(WeightSyncError, match="exactly the weights of the update before"):
+            await publisher.publish()
+
+    story(servers, source, tell)
+
+
+def test_an_update_drains_requests_in_flight_and_they_keep_the_tokens_so_far(servers, folder):
+    _, router = servers
+    source = TrainerWeights(folder)
+    body = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"max_new_tokens": 240, "temperature": 1.0, "ignore_eos": True},
+        "return_logprob": True,
+    }
+
+    async def tell(publisher):
+        await publisher.publish()
+        requests = [asyncio.create_task(http_utils.post(f"{router.url}/generate", body)) for _ in range(6)]
+        await asyncio.sleep(0.1)
+        await publisher.publish()
+        return await asyncio.gather(*requests)
+
+    answers, _ = story(servers, source, tell)
+    ended = {a["meta_info"]["finish_reason"]["type"] for a in answers}
+    assert "abort" in ended
+    for answer in answers:
+        meta = answer["meta_info"]
+        assert len(answer["output_ids"]) == len(meta["output_token_logprobs"])
+        assert meta["weight_version"] in ("1", "2")
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("temperature", "cause: temperature: the engine's log-probs fit temperature 0.35"),
+        ("shifted tokens", "cause: tokens"),
+        ("stale weights", "cause: weights"),
+    ],
+)
+def test_the_probes_fail_and_name_the_cause(servers, folder, fault, cause):
+    engine, _ = servers
+    source = TrainerWeights(folder)
+    sequences = probe_sequences(2, source.model.config.vocab_size, 64)
+
+    def score(asked, temperature):
+        if fault == "temperature":
+            return source.score(asked, temperature * 2)
+        rows = source.score(asked, temperature)
+        return [[*row[1:], row[0]] for row in rows] if fault == "shifted tokens" else rows
+
+    async def tell(publisher):
+        await publisher.publish()
+        if fault == "stale weights":
+            source.learn()
+            source.learn()
+        with pytest.raises(ParityError, match=cause):
+            await check_probes(engine, score, sequences, temperature=0.7, bounds=BOUNDS, version=1)
+
+    story(servers, source, tell)

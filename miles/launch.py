@@ -20,7 +20,7 @@ from miles.config.resources import num_engines, resolved_num_cpus, resolved_thre
 from miles.config.schema import RunConfig
 from miles.core.plugins import load_hooks
 from miles.core.ports import Metrics, Run
-from miles.errors import ConfigError, MilesError
+from miles.errors import ConfigError, Issue, MilesError
 from miles.utils import checkpoint_folder, http_utils
 from miles.utils.run_folder import RESOLVED, make_run_folder
 from miles.utils.tracking_utils.console import Console
@@ -102,10 +102,25 @@ def resume_point(load: str | None) -> Resumed:
     return Resumed(folder, state["next_step"], state["weight_version"], state["rollout"])
 
 
+def steps_of_epochs(config: RunConfig, num_prompts: int | None) -> int:
+    """Rollout steps of `--num-epoch` passes over `num_prompts`; raises ConfigError when that is none."""
+    if num_prompts is None:
+        problem = f"{config.data.source_path} has no length, so an epoch is not defined"
+        raise ConfigError([Issue("rollout.num_epoch", problem, "set --num-rollout instead")])
+    steps = num_prompts // config.rollout.batch_size * (config.rollout.num_epoch or 0)
+    if not steps:
+        problem = f"{num_prompts} prompts do not fill one step of {config.rollout.batch_size}"
+        raise ConfigError(
+            [Issue("rollout.batch_size", problem, f"set --rollout-batch-size {max(num_prompts, 1)} or less")]
+        )
+    return steps
+
+
 @asynccontextmanager
 async def build(config: RunConfig, run_dir: Path, console: Console, events: EventLog) -> AsyncIterator[Run]:
     """Start everything that `config` asks for; everything ends when the context does, however it ends."""
     from miles.ray import cluster
+    from miles.ray.actor_process import spawn
     from miles.ray.checkpoints import IntervalCheckpoints
     from miles.ray.rollout_client import IntervalEvaluation, RolloutClient
     from miles.ray.rollout_manager import ManagerSpec, RolloutManager
@@ -137,8 +152,8 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
             start_rollout_id=start_from.next_step,
             state=start_from.rollout,
         )
-        manager = RolloutManager.remote(config, spec)
-        trainers = [TrainActor.remote(str(run_dir), rank) for rank in range(config.cluster.train_ranks)]
+        manager = spawn(RolloutManager, config, spec, num_cpus=0)
+        trainers = [spawn(TrainActor, str(run_dir), rank, num_cpus=1) for rank in range(config.cluster.train_ranks)]
         stack.push_async_callback(_close, [manager, *trainers])
 
         manager_start = asyncio.ensure_future(
@@ -146,8 +161,7 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
         )
         num_rollout = config.rollout.num_rollout
         if num_rollout is None:
-            prompts = (await manager_start).num_prompts
-            num_rollout = prompts // config.rollout.batch_size * (config.rollout.num_epoch or 1)
+            num_rollout = steps_of_epochs(config, (await manager_start).num_prompts)
         init = {
             "world_size": len(trainers),
             "init_method": f"file://{run_dir}/logs/rendezvous-{os.getpid()}",

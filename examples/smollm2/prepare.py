@@ -23,7 +23,9 @@ def main(argv: list[str]) -> int:
     """Write model and data; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=512, help="word problems for training; an eighth as many are held out")
+    parser.add_argument(
+        "--rows", type=int, default=512, help="word problems for training; an eighth as many are held out"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -31,7 +33,9 @@ def main(argv: list[str]) -> int:
     rows = word_problems(options.rows + options.rows // 8, options.seed)
     write_rows(options.out / "train.jsonl", rows[: options.rows])
     write_rows(options.out / "heldout.jsonl", rows[options.rows :])
-    print(f"model, train.jsonl ({options.rows} rows) and heldout.jsonl ({options.rows // 8} rows) are in {options.out}")
+    print(
+        f"model, train.jsonl ({options.rows} rows) and heldout.jsonl ({options.rows // 8} rows) are in {options.out}"
+    )
     return 0
 
 

@@ -234,11 +234,6 @@ def add_arguments_of(path: str) -> Callable[[argparse.ArgumentParser], None] | N
     return cast("Callable[[argparse.ArgumentParser], None]", found)
 
 
-async def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `fn` and, when it returns something awaitable, await that."""
-    return await maybe_await(fn(*args, **kwargs))
-
-
 async def maybe_await(value: Any) -> Any:
     """`value`, or what awaiting it gives."""
     return await value if inspect.isawaitable(value) else value

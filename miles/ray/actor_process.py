@@ -1,4 +1,4 @@
-"""What every Ray actor of ours does first: send its output to a log of its own."""
+"""Making Ray actors of plain classes, and what each does first: send its output to a log of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+import ray
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -22,3 +25,8 @@ def enter(role: str, run_dir: str) -> str:
     os.close(fd)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, force=True)
     return str(path)
+
+
+def spawn(cls: type, *args: Any, num_cpus: int) -> Any:
+    """Handle of a new actor of `cls`, placed on `num_cpus` logical CPUs; its methods are called with `.remote(...)`."""
+    return ray.remote(num_cpus=num_cpus)(cls).remote(*args)

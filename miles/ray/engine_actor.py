@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import ray
-
 from miles.core.run_facts import EngineEndpoint
 from miles.ray.actor_process import enter
 from miles.utils.http_utils import url_of
 from miles.utils.process import TOKEN_VARIABLE, ServerProcess
 
 
-@ray.remote(num_cpus=1)
 class EngineActor:
     """Owns the server process of one engine. The process ends with this actor."""
 

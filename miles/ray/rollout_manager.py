@@ -18,7 +18,7 @@ from miles.core.ledger import Ledger
 from miles.core.plugins import load_function
 from miles.core.ports import DataSource, Metrics, RolloutBatch
 from miles.core.run_facts import EngineEndpoint, RouterEndpoint, RunFacts
-from miles.ray.actor_process import enter
+from miles.ray.actor_process import enter, spawn
 from miles.ray.engine_actor import EngineActor
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
 from miles.rollout.groups import flatten
@@ -27,8 +27,6 @@ from miles.rollout.metrics import dump_rows, rollout_metrics
 from miles.rollout.train_data_conversion import to_train_batch
 from miles.utils import http_utils
 from miles.utils.process import TOKEN_VARIABLE, ServerProcess
-
-STATE_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +49,10 @@ class ManagerFacts:
 
     router: RouterEndpoint | None
     engines: tuple[EngineEndpoint, ...]
-    num_prompts: int
+    num_prompts: int | None
+    """Prompts in an epoch; None for a data source without a length."""
 
 
-@ray.remote(num_cpus=0)
 class RolloutManager:
     """One per run. `start` first, `close` last; calls do not overlap."""
 
@@ -64,6 +62,7 @@ class RolloutManager:
         self._run_dir = Path(spec.run_dir)
         self._ledger = Ledger()
         self._version: int | None = None
+        self._last_step = spec.start_rollout_id - 1
         self._router: ServerProcess | None = None
         self._engine_actors: list[Any] = []
         self._fn: RolloutFnAdapter | None = None
@@ -71,9 +70,9 @@ class RolloutManager:
 
     async def start(self) -> ManagerFacts:
         """Start router and engines, load the data, build the rollout function."""
-        router, engines = None, ()
+        router = None
+        engine_starts = self._start_engines()
         if self._spec.num_engines:
-            engine_starts = self._start_engines()
             router = await self._start_router()
         facts = self._run_facts(router)
         self._args = HookArgs(self._config, facts)
@@ -81,16 +80,16 @@ class RolloutManager:
         if self._spec.state is not None:
             self._load(self._spec.state)
         self._build_functions()
-        if self._spec.num_engines:
-            engines = tuple(await engine_starts)
-            for engine in engines:
-                await self._router_call("add_worker", {"url": engine.url, "id": engine.engine_id})
-        return ManagerFacts(router=router, engines=engines, num_prompts=len(self._source))
+        engines = tuple(await engine_starts)
+        for engine in engines:
+            await self._router_call("add_worker", {"url": engine.url, "id": engine.engine_id})
+        num_prompts = len(self._source) if hasattr(self._source, "__len__") else None
+        return ManagerFacts(router=router, engines=engines, num_prompts=num_prompts)
 
     def _start_engines(self) -> asyncio.Future[list[EngineEndpoint]]:
         starts: list[Any] = []
         for number in range(self._spec.num_engines):
-            actor = EngineActor.remote(f"engine-{number}", self._spec.run_dir)
+            actor = spawn(EngineActor, f"engine-{number}", self._spec.run_dir, num_cpus=1)
             self._engine_actors.append(actor)
             timeout_s = self._config.cluster.start_timeout_s
             starts.append(actor.start.remote(self._spec.engine_command, self._spec.token, timeout_s))
@@ -113,13 +112,13 @@ class RolloutManager:
         return await http_utils.post(f"{self._router_endpoint.url}/{route}", body, headers=headers)
 
     def _run_facts(self, router: RouterEndpoint | None) -> RunFacts:
-        host, _, port = (router.url if router else "").removeprefix("http://").rpartition(":")
+        host, port = http_utils.split_host_port(router.url) if router else ("", 0)
         return RunFacts(
             run_dir=self._spec.run_dir,
             start_rollout_id=self._spec.start_rollout_id,
             router_url=router.url if router else "",
             sglang_router_ip=host,
-            sglang_router_port=int(port or 0),
+            sglang_router_port=port,
         )
 
     def _build_functions(self) -> None:
@@ -133,6 +132,7 @@ class RolloutManager:
     async def generate(self, step: int) -> RolloutBatch:
         """Collect the batch of `step`, convert it, and put it into the object store; its groups are leased."""
         assert self._fn is not None
+        self._last_step = step
         started_at = time.monotonic()
         output = await self._fn(RolloutFnTrainInput(step, self._version))
         seconds = time.monotonic() - started_at

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-
 from miles.config.schema import RunConfig
 from miles.core.plugins import load_function
 from miles.core.ports import Metrics
@@ -16,7 +14,6 @@ from miles.ray.actor_process import enter
 from miles.utils.hf import context_length
 
 
-@ray.remote(num_cpus=1)
 class TrainActor:
     """Rank `rank` of the trainer. Collective methods are called on all ranks together."""
 

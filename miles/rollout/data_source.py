@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from miles.core.ports import DataSource
 from miles.core.samples import Group, Sample
 from miles.errors import DataError, HookError
 from miles.rollout.prompts import PromptFormat, PromptRow, load_prompts
@@ -205,3 +206,6 @@ def _load_buffer_filter(path: str | None) -> Callable[..., Any] | None:
 def _identity_text(identity: Mapping[str, Any]) -> str:
     order = f"shuffled by seed {identity.get('seed')}" if identity.get("shuffle") else "in the file's order"
     return f"{identity.get('size')} bytes, hash {identity.get('digest')}, {identity.get('rows')} usable rows, {order}"
+
+
+__all__ = ["DataSource", "RolloutDataSourceWithBuffer"]

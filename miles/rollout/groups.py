@@ -64,12 +64,5 @@ def trajectory_reward(siblings: list[Sample], reward_key: str | None) -> float:
 
 def excerpt(sample: Sample, limit: int = 160) -> str:
     """The start of a sample's prompt on one line, for messages."""
-    text = " ".join(prompt_text(sample).split())
+    text = " ".join(sample.prompt_text.split())
     return text if len(text) <= limit else text[:limit] + "..."
-
-
-def prompt_text(sample: Sample) -> str:
-    """The prompt as text; chat messages as `role: content` lines."""
-    if isinstance(sample.prompt, str):
-        return sample.prompt
-    return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in sample.prompt)

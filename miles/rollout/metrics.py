@@ -13,7 +13,7 @@ import numpy as np
 
 from miles.core.samples import Sample, reward_value
 from miles.rollout.base_types import RolloutGroup
-from miles.rollout.groups import flatten, prompt_text, trajectories
+from miles.rollout.groups import flatten, trajectories
 
 REPETITION_TAIL_CHARS = 10_000
 REPETITION_RATIO = 10.0
@@ -141,7 +141,7 @@ def _row(sample: Sample) -> dict[str, Any]:
         "group_index": sample.group_index,
         "sample_index": sample.index,
         "trajectory": sample.trajectory,
-        "prompt": prompt_text(sample),
+        "prompt": sample.prompt_text,
         "response": sample.response,
         "label": _json_ready(sample.label),
         "reward": _json_ready(sample.reward),

@@ -1,6 +1,6 @@
 """The folder of a run: where everything it writes is found."""
 
-# RUN_DIR/resolved.yaml    the settings, complete; `train.py RUN_DIR/resolved.yaml` runs them again
+# RUN_DIR/resolved.yaml    the settings, complete; `train.py RUN_DIR/resolved.yaml --run-dir NEW` runs them again
 # RUN_DIR/metrics.jsonl  tensorboard/  curve.png  events.jsonl
 # RUN_DIR/rollouts/0000003.jsonl  eval/...   samples as text
 # RUN_DIR/checkpoints/iter_*   logs/*.log

@@ -14,6 +14,6 @@ def checksum_tensor(t: torch.Tensor) -> str:
     data = t.detach().to("cpu").contiguous()
     digest = xxhash.xxh3_128()
     if data.numel():
-        digest.update(memoryview(data.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
     digest.update(f"|{str(data.dtype).removeprefix('torch.')}|{tuple(data.shape)}".encode())
     return digest.hexdigest()

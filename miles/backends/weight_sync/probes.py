@@ -15,10 +15,10 @@ PROBE_TOKENS = 32
 Score = Callable[[list[list[int]], float], list[list[float]]]
 
 
-def probe_sequences(count: int, vocab_size: int, max_tokens: int) -> list[list[int]]:
-    """`count` sequences of random token ids, the same in every process."""
+def probe_sequences(count: int, vocab_size: int, max_tokens: int | None) -> list[list[int]]:
+    """`count` sequences of random token ids, the same in every process, within a context of `max_tokens` (None: any)."""
     rng = random.Random(20240711)
-    length = min(PROBE_TOKENS, max_tokens)
+    length = min(PROBE_TOKENS, max_tokens or PROBE_TOKENS)
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from miles.core.samples import Group, Sample
 from miles.errors import HookError, MilesError
 from miles.rollout.base_types import GenerateFnInput, RolloutGroup
 from miles.rollout.groups import flatten
 from miles.rollout.inference_rollout.state import GenerateState, current_state
+from miles.utils.async_utils import gather_or_cancel
 
-T = TypeVar("T")
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
@@ -100,23 +98,3 @@ def _mark_siblings(path: str, sample: Sample, result: Sample | list[Sample]) -> 
             f"returned {len(outputs)} samples of one prompt with the rollout ids {sorted(map(str, names))}",
             "give samples of one trajectory the same rollout_id, or leave it None in all",
         )
-
-
-async def gather_or_cancel(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; when one job raises, the others are cancelled and awaited before its error goes on."""
-    first: BaseException | None = None
-    running: list[asyncio.Task[T]] = []
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(job) for job in jobs]
-    except BaseExceptionGroup as errors:
-        first = _first(errors)
-    if first is not None:
-        raise first
-    return [task.result() for task in running]
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

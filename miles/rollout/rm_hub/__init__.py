@@ -13,6 +13,7 @@ from miles.core.samples import Group, Sample
 from miles.errors import ConfigError, DataError, HookError, Issue
 from miles.rollout.rm_hub.custom import CustomReward, checked_reward
 from miles.rollout.rm_hub.graders import ExactGrader, Grader, LabelError, MathGrader
+from miles.utils.async_utils import gather_or_cancel
 from miles.utils.hf import special_token_texts
 
 REWARDS: dict[str, Callable[[float, int], Grader]] = {
@@ -60,7 +61,7 @@ class RewardHub:
         Raises as `grade` does, and HookError when a group function returns another number of rewards than samples.
         """
         if self._custom is None or not self.args.group_rm:
-            return await _all_or_cancel([self.grade(sample) for sample in group])
+            return await gather_or_cancel([self.grade(sample) for sample in group])
         name = f"group {group[0].group_index} (samples {group[0].index} to {group[-1].index})"
         rewards = await self._custom.call(self.args, group, name)
         if not hasattr(rewards, "__len__") or isinstance(rewards, str | bytes | dict):
@@ -143,18 +144,6 @@ class RewardHub:
 
 def _name(sample: Sample) -> str:
     return f"sample {sample.index} (group {sample.group_index})"
-
-
-async def _all_or_cancel(calls: list[Any]) -> list[Any]:
-    """All results; when one fails the others are cancelled and awaited first."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 __all__ = ["REWARDS", "Grader", "RewardHub"]

@@ -12,12 +12,12 @@ from miles.core.plugins import (
     GROUP_REWARD,
     HOOKS,
     add_arguments_of,
-    call,
     check_signature,
     hooks_of,
     is_async,
     load_function,
     load_hooks,
+    maybe_await,
 )
 from miles.errors import ConfigError, HookError
 
@@ -337,9 +337,9 @@ def test_call_awaits_what_must_be_awaited():
 
     async def story():
         return [
-            await call(later, 1, y=2),
-            await call(lambda x: x, 5),
-            await call(functools.partial(later, 1), y=1),
+            await maybe_await(later(1, y=2)),
+            await maybe_await(5),
+            await maybe_await(functools.partial(later, 1)(y=1)),
         ]
 
     assert asyncio.run(story()) == [3, 5, 2]

@@ -21,9 +21,14 @@ def test_a_written_checkpoint_is_complete_and_the_latest(tmp_path):
 
 def test_a_save_that_fails_leaves_the_older_checkpoint_and_no_litter(tmp_path):
     save(tmp_path, 1)
-    with pytest.raises(OSError, match="disk full"), ckpt.writing(tmp_path, 2) as draft:
-        (draft / "half").write_text("x")
-        raise OSError("disk full")
+
+    def half_a_save():
+        with ckpt.writing(tmp_path, 2) as draft:
+            (draft / "half").write_text("x")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        half_a_save()
     assert ckpt.complete_iterations(tmp_path) == [1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", ckpt.LATEST]
 

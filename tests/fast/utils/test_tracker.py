@@ -32,7 +32,7 @@ def test_values_that_are_not_finite_become_null_and_the_json_stays_valid(tmp_pat
 
 def test_the_console_shows_step_reward_lengths_speed_and_time_left(capsys, tmp_path):
     console = Console()
-    console.start(range(0, 4))
+    console.start(range(4))
     console.metrics(0, {"rollout/reward": 0.5, "rollout/response_len/mean": 9.25, "perf/train_time": 1.0,
                         "rollout/response_tokens_per_s": 1234.0})  # fmt: skip
     line = capsys.readouterr().out

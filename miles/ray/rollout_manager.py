@@ -191,14 +191,22 @@ class RolloutManager:
 
     async def state_dict(self) -> dict[str, Any]:
         """JSON-ready state of data source and ledger."""
-        return {
-            "version": STATE_VERSION,
-            "data_source": self._source.state_dict(),
-            "ledger": self._ledger.state_dict(),
-        }
+        return {"data_source": self._source_state(), "ledger": self._ledger.state_dict()}
+
+    def _source_state(self) -> dict[str, Any] | None:
+        """State of the data source; one written to the reference's contract keeps its state itself, by step."""
+        source: Any = self._source
+        if hasattr(source, "state_dict"):
+            return source.state_dict()
+        source.save(self._last_step)
+        return None
 
     def _load(self, state: dict[str, Any]) -> None:
-        self._source.load_state_dict(state["data_source"])
+        source: Any = self._source
+        if state["data_source"] is not None:
+            source.load_state_dict(state["data_source"])
+        else:
+            source.load(self._last_step)
         self._ledger.load_state_dict(state["ledger"])
 
     def _write_rows(self, kind: str, step: int, groups: Sequence[Any]) -> None:

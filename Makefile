@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 SEED ?= 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: help install quickstart test test-slow lint types arch unit docs bench clean
 

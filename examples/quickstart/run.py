@@ -40,16 +40,14 @@ def main(argv: list[str]) -> int:
           "--hf-checkpoint", str(task / "model"), "--prompt-data", str(task / "sft.jsonl"),
           "--seed", seed, "--rollout-seed", seed)  # fmt: skip
     warm_model = latest_hf(out / "sft" / "checkpoints")
-    held_out = json.dumps(
-        [
-            {"name": "sampled", "path": str(task / "heldout.jsonl"), "temperature": 1.0},
-            {"name": "greedy", "path": str(task / "heldout.jsonl"), "temperature": 0.0},
-        ]
-    )
+    held_out = [
+        json.dumps({"name": name, "path": str(task / "heldout.jsonl"), "temperature": temperature})
+        for name, temperature in (("sampled", 1.0), ("greedy", 0.0))
+    ]
     phase("3/3 reinforcement learning: GRPO on prompts it has not seen",
           "train.py", str(RECIPES / "quickstart-grpo.yaml"), "--run-dir", str(out / "grpo"),
           "--hf-checkpoint", str(warm_model), "--prompt-data", str(task / "train.jsonl"),
-          "--eval.datasets", held_out, "--seed", seed, "--rollout-seed", seed, *grpo_flags)  # fmt: skip
+          "--eval.datasets", *held_out, "--seed", seed, "--rollout-seed", seed, *grpo_flags)  # fmt: skip
     print(summary(out, time.monotonic() - started_at))
     return 0
 

@@ -30,6 +30,9 @@ def check_placement(wanted: Mapping[str, int], num_cpus: int) -> None:
 def start(num_cpus: int) -> None:
     """Start a Ray cluster of this run's own on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # OpenMP threads that spin while they wait take the cores from the process whose turn it is: trainer, engine and
+    # manager share them. A step of the quickstart took 5 to 30 s instead of 1 s beside one other busy process.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     ray.init(
         address="local",
         num_cpus=num_cpus,

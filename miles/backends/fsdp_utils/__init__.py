@@ -1,0 +1,1 @@
+"""The FSDP2 trainer: Hugging Face models, sharded over ranks."""

@@ -1,0 +1,375 @@
+"""One rank of the FSDP2 trainer: log-probs, parity gate, optimizer steps, checkpoints, weights for the engines."""
+
+# B samples, R response tokens of all samples end to end, N predicted tokens of a micro-batch
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers.utils.logging import disable_progress_bar
+
+from miles.backends.fsdp_utils.checkpoint import load_trainer, save_trainer
+from miles.backends.fsdp_utils.hf_folder import write_model_folder
+from miles.backends.fsdp_utils.model import PolicyModel, hf_tensors, load_policy, shard
+from miles.backends.fsdp_utils.optimizer import ShardedAdamW
+from miles.backends.training_utils.advantages import grpo_advantages
+from miles.backends.training_utils.checks import check_batch, refuse_non_finite
+from miles.backends.training_utils.loss import build_loss, token_weights
+from miles.backends.training_utils.loss_hub.records import LossInputs
+from miles.backends.training_utils.lr_schedule import learning_rate
+from miles.backends.training_utils.metrics import StepMetrics, mean_over_steps
+from miles.backends.training_utils.packing import MicroBatch, PackedBatch
+from miles.backends.training_utils.parity import (
+    ParityBounds,
+    ParityReport,
+    ScoredSequence,
+    compare,
+    explain,
+    parity_error,
+)
+from miles.backends.training_utils.schedule import plan_steps, split_into_micro_batches
+from miles.config.schema import RunConfig
+from miles.core.train_batch import TrainBatch
+from miles.errors import CheckpointError, TrainingError
+
+logger = logging.getLogger(__name__)
+
+EXPLAINED_SEQUENCES = 4
+
+
+class FsdpTrainWorker:
+    """A trainer rank. Every method but `expected_weights` is collective: all ranks call it, with the same arguments.
+
+    Every rank is handed the whole batch and takes its share, so denominators need no exchange.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        rank: int,
+        world_size: int,
+        init_method: str,
+        total_optimizer_steps: int,
+        threads: int,
+    ) -> None:
+        """Join the process group at `init_method` (tcp://host:port or file://path) and load the model.
+
+        `total_optimizer_steps` is the length of the run for the learning-rate decay, `threads` what torch may use.
+        Raises CheckpointError when a model folder is missing or does not fit.
+        """
+        disable_progress_bar()
+        torch.set_num_threads(threads)
+        torch.manual_seed(config.train.seed + rank)
+        self._config, self._rank, self._world_size = config, rank, world_size
+        self._total_steps = total_optimizer_steps
+        self._is_sft = config.algorithm.loss_type == "sft_loss"
+        self._temperature = 1.0 if self._is_sft else config.rollout.temperature
+        self._loss = build_loss(config.algorithm)
+        self._num_steps = 0
+        self._skipped_in_a_row = 0
+
+        self._folder = Path(config.model.hf_checkpoint)
+        self._model, self._expected = load_policy(
+            self._folder, gradient_checkpointing=config.model.gradient_checkpointing
+        )
+        self.vocab_size = self._model.vocab_size
+        dist.init_process_group(
+            "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=config.cluster.wait_timeout_s),
+        )
+        mesh = init_device_mesh("cpu", (world_size,))
+        self._group = dist.group.WORLD
+        shard(self._model, mesh)
+        self._optimizer = ShardedAdamW(
+            {n: p for n, p in hf_tensors(self._model).items() if p.requires_grad}, config.optimizer
+        )
+        self._reference: PolicyModel | None = None
+        if config.algorithm.use_kl_loss and not self._is_sft:
+            self._reference, _ = load_policy(config.model.ref_load or config.model.hf_checkpoint)
+            if self._reference.vocab_size != self.vocab_size:
+                raise CheckpointError(
+                    f"the reference model has {self._reference.vocab_size} token ids, the policy {self.vocab_size}"
+                    "\n    fix: pass --ref-load a model with the same tokenizer"
+                )
+            self._reference.requires_grad_(False)
+            shard(self._reference, mesh)
+
+    # Training
+
+    def train(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        """Run every optimizer step of the batch of rollout `step`; returns metrics, the same on all ranks.
+
+        Raises TrainingError when the batch must not be trained on or too many steps in a row had to be skipped, and
+        ParityError when the engine's log-probs are not the trainer's.
+        """
+        started = time.perf_counter()
+        packed = PackedBatch.from_batch(batch)
+        check_batch(batch, packed, vocab_size=self.vocab_size, columns=self._needed_columns())
+        trajectory_B = np.asarray(batch["trajectory"].values if "trajectory" in batch else np.arange(len(batch)))
+        plans = plan_steps(
+            trajectory_B,
+            packed.total_lengths_B,
+            packed.trainable_B,
+            global_batch_size=self._config.train.global_batch_size,
+            num_steps=self._config.train.num_steps_per_rollout,
+            world_size=self._world_size,
+            max_tokens=self._config.train.max_tokens_per_gpu,
+        )
+        weights_R = torch.from_numpy(
+            token_weights(
+                packed.mask_R,
+                packed.sample_of_R,
+                trajectory_B,
+                [plan.samples for plan in plans],
+                per_token=self._config.algorithm.calculate_per_token_loss,
+            )
+        )
+        steps = [[packed.micro_batch(part) for part in plan.micro_batches[self._rank]] for plan in plans]
+        metrics: dict[str, float] = {}
+        columns: dict[str, Tensor] = {}
+        if not self._is_sft:
+            columns = self._policy_columns(batch, packed, [part for parts in steps for part in parts], step, metrics)
+
+        actor_started = time.perf_counter()
+        done: list[dict[str, float]] = []
+        skipped = empty = 0
+        lr = 0.0
+        for parts in steps:
+            lr = learning_rate(self._config.optimizer, self._num_steps, self._total_steps)
+            found, outcome = self._optimizer_step(parts, weights_R, columns, lr)
+            self._num_steps += 1
+            if outcome == "skipped":
+                skipped += 1
+                logger.warning("step %d: optimizer step skipped, gradient norm %s", step, found["grad_norm"])
+                self._refuse_further_skips(step, found["grad_norm"])
+                continue
+            if outcome == "empty":
+                empty += 1
+                logger.warning("step %d: an optimizer step has no trainable token and was left out", step)
+            done.append(found)
+        ended = time.perf_counter()
+
+        means = mean_over_steps(done)
+        metrics |= {f"train/{name}": value for name, value in means.items()}
+        metrics |= {
+            "train/lr": lr,
+            "train/optimizer_steps": float(self._num_steps),
+            "train/skipped_steps": float(skipped),
+            "train/empty_steps": float(empty),
+            "perf/actor_train_time": ended - actor_started,
+            "perf/train_tokens_per_s": float(packed.total_lengths_B.sum()) / (ended - started),
+        }
+        return metrics
+
+    def _needed_columns(self) -> tuple[str, ...]:
+        if self._is_sft:
+            return ()
+        return ("reward", "rollout_log_probs") if self._config.parity.enabled else ("reward",)
+
+    def _policy_columns(
+        self, batch: TrainBatch, packed: PackedBatch, parts: list[MicroBatch], step: int, metrics: dict[str, float]
+    ) -> dict[str, Tensor]:
+        """Advantages, old and reference log-probs on the response axis [R]; runs the parity gate."""
+        started = time.perf_counter()
+        old_R = self._forward_only(self._model, parts, len(packed.mask_R))
+        if self._world_size > 1:
+            dist.all_reduce(old_R)
+        metrics["perf/log_probs_time"] = time.perf_counter() - started
+        names = packed.sample_index_B[packed.sample_of_R[packed.trainable]]
+        refuse_non_finite("the trainer's log-prob", old_R.numpy()[packed.trainable], names)
+        if self._config.parity.enabled:
+            report = self._parity_gate(batch, packed, old_R, step)
+            metrics["train/rollout_logprob_abs_diff_mean"] = report.mean
+            metrics["train/rollout_logprob_abs_diff_p99"] = report.p99
+            metrics["train/rollout_logprob_abs_diff_max"] = report.max
+        rewards_B = torch.tensor(np.asarray(batch["reward"].values), dtype=torch.float32)
+        columns = {
+            "old_logprobs_N": old_R,
+            "advantages_N": grpo_advantages(rewards_B, torch.from_numpy(packed.sample_of_R)),
+        }
+        if self._reference is not None:
+            started = time.perf_counter()
+            columns["ref_logprobs_N"] = self._forward_only(self._reference, parts, len(packed.mask_R))
+            metrics["perf/ref_log_probs_time"] = time.perf_counter() - started
+        return columns
+
+    @torch.no_grad()
+    def _forward_only(self, model: PolicyModel, parts: list[MicroBatch], num_entries: int) -> Tensor:
+        """Log-probs of this rank's predicted tokens on the response axis [R], 0 elsewhere."""
+        logprobs_R = torch.zeros(num_entries)
+        for part in parts:
+            logprobs_N, _ = model(part.input_ids_BT, part.positions_N, part.targets_N, self._temperature)
+            logprobs_R[part.entries_N] = logprobs_N
+        return logprobs_R
+
+    def _optimizer_step(
+        self, parts: list[MicroBatch], weights_R: Tensor, columns: dict[str, Tensor], lr: float
+    ) -> tuple[dict[str, float], str]:
+        """Metrics, and `done`, `empty` (nothing to train on) or `skipped` (gradient norm not finite)."""
+        self._optimizer.zero_grad()
+        totals = StepMetrics()
+        for part in parts:
+            logprobs_N, entropy_N = self._model(part.input_ids_BT, part.positions_N, part.targets_N, self._temperature)
+            output = self._loss(
+                LossInputs(
+                    logprobs_N=logprobs_N,
+                    entropy_N=entropy_N,
+                    weights_N=weights_R[part.entries_N],
+                    **{name: values_R[part.entries_N] for name, values_R in columns.items()},
+                )
+            )
+            totals.add(output)
+            # FSDP averages gradients over ranks; the weights already hold the global denominator, so a sum is wanted.
+            (output.loss * self._world_size).backward()
+        found = totals.reduce(self._group)
+        if not found["trainable_tokens"]:
+            return found, "empty"
+        found["grad_norm"] = self._optimizer.clip()
+        if not np.isfinite(found["grad_norm"]):
+            return found, "skipped"
+        self._optimizer.step(lr)
+        self._skipped_in_a_row = 0
+        return found, "done"
+
+    def _refuse_further_skips(self, step: int, grad_norm: float) -> None:
+        self._skipped_in_a_row += 1
+        most = self._config.train.max_skipped_steps
+        if self._skipped_in_a_row > most:
+            raise TrainingError(
+                f"step {step}: the gradient norm is {grad_norm} and {self._skipped_in_a_row} optimizer steps in a row "
+                f"were skipped; train.max_skipped_steps allows {most}"
+                "\n    fix: lower --lr, or resume from the last checkpoint before the loss went wrong"
+            )
+
+    # Parity
+
+    def _parity_gate(self, batch: TrainBatch, packed: PackedBatch, old_R: Tensor, step: int) -> ParityReport:
+        bounds = ParityBounds(self._config.parity.max_mean_diff, self._config.parity.max_p99_diff)
+        engine_R = np.asarray(batch["rollout_log_probs"].values)
+        sample_R = packed.sample_of_R
+        places = packed.trainable
+        report = compare(old_R.numpy()[places], engine_R[places], packed.sample_index_B[sample_R[places]])
+        if report.within(bounds):
+            return report
+        difference = np.abs(old_R.numpy()[places] - engine_R[places])
+        worst_B = np.zeros(len(batch))
+        np.maximum.at(worst_B, sample_R[places], difference)
+        picked = np.argsort(-worst_B, kind="stable")[:EXPLAINED_SEQUENCES].tolist()
+        rollout = self._config.rollout
+        versions = np.asarray(batch["weight_version"].values)[packed.trainable_B] if "weight_version" in batch else ()
+        cause = explain(
+            [
+                ScoredSequence(
+                    sample=int(packed.sample_index_B[b]),
+                    tokens=batch["tokens"].row(b).tolist(),
+                    engine_R=batch["rollout_log_probs"].row(b).tolist(),
+                    mask_R=(batch["loss_mask"].row(b) != 0).tolist(),
+                )
+                for b in picked
+            ],
+            self.score,
+            bounds=bounds,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            weight_versions=sorted({str(v) for v in versions}),
+        )
+        raise parity_error(report, bounds, cause, f"samples of rollout step {step}")
+
+    @torch.no_grad()
+    def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+        """Log-probabilities of tokens 1..T-1 of each sequence under softmax(logits / temperature)."""
+        packed = PackedBatch.from_sequences(sequences)
+        logprobs_R = torch.zeros(len(packed.mask_R))
+        for samples in split_into_micro_batches(
+            np.flatnonzero(packed.trainable_B), packed.total_lengths_B, self._config.train.max_tokens_per_gpu
+        ):
+            part = packed.micro_batch(samples)
+            logprobs_N, _ = self._model(part.input_ids_BT, part.positions_N, part.targets_N, temperature)
+            logprobs_R[part.entries_N] = logprobs_N
+        starts = packed.response_start_B.tolist()
+        return [logprobs_R[s : s + max(0, len(q) - 1)].tolist() for s, q in zip(starts, sequences, strict=True)]
+
+    # Weights
+
+    def expected_weights(self) -> dict[str, int]:
+        """Names and bytes that an engine must receive, by the headers of the model folder."""
+        return {name: tensor.nbytes for name, tensor in self._expected.items()}
+
+    @torch.no_grad()
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under the folder's names and in its dtypes, one at a time; of tied tensors only the first.
+
+        A tensor may share memory with the model: use or copy it before the next optimizer step.
+        """
+        for name, tensor in hf_tensors(self._model).items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, full.detach().to(self._expected[name].dtype).contiguous()
+
+    # Checkpoints
+
+    def save(self, folder: str) -> None:
+        """Write model, optimizer, step counters and random state into `folder`; `trainer.json` comes last."""
+        state = {
+            "optimizer_steps": self._num_steps,
+            "updates": self._optimizer.num_updates,
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
+        save_trainer(Path(folder), self._checkpoint_tensors(), state)
+
+    def load(self, folder: str) -> None:
+        """Go on from a folder that `save` wrote, with the same or another number of ranks.
+
+        Raises CheckpointError when it is incomplete, of another version, or of another model.
+        """
+        with torch.no_grad():
+            state = load_trainer(Path(folder), self._checkpoint_tensors())
+        try:
+            self._num_steps = int(state["optimizer_steps"])
+            self._skipped_in_a_row = int(state["skipped_in_a_row"])
+            self._optimizer.set_num_updates(int(state["updates"]))
+        except KeyError as error:
+            raise CheckpointError(
+                f"{folder}: trainer.json lacks {error}\n    fix: resume from an older checkpoint"
+            ) from error
+
+    def _checkpoint_tensors(self) -> dict[str, Tensor]:
+        model = {f"model.{name}": tensor.detach() for name, tensor in hf_tensors(self._model).items()}
+        return model | cast(dict[str, Tensor], self._optimizer.moments())
+
+    def export_hf(self, folder: str) -> None:
+        """Write the model in Hugging Face format, in the dtypes of the folder it came from, with its tokenizer files."""
+        tensors = {name: tensor for name, tensor in self.hf_weights() if self._rank == 0}
+        problem: list[str | None] = [None]
+        if self._rank == 0:
+            try:
+                write_model_folder(self._folder, Path(folder), tensors)
+            except (OSError, CheckpointError) as error:
+                problem = [str(error)]
+        if self._world_size > 1:
+            dist.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            raise CheckpointError(f"export to {folder} failed: {problem[0]}")
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+__all__ = ["FsdpTrainWorker"]

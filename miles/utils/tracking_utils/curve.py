@@ -16,10 +16,10 @@ def draw_curve(path: str | Path, title: str, series: Mapping[str, Points]) -> No
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     for name, points in series.items():
-        steps, values = [s for s, _ in points], [v for _, v in points]
+        steps, values = [s + 1 for s, _ in points], [v for _, v in points]
         is_eval = name.startswith("eval/")
         axes.plot(steps, values, marker="o" if is_eval else None, linewidth=2 if is_eval else 1.2, label=name)
-    axes.set_xlabel("step")
+    axes.set_xlabel("steps done")
     axes.set_ylabel("reward")
     axes.set_title(title)
     axes.grid(visible=True, alpha=0.3)

@@ -54,7 +54,7 @@ smollm2: $(VENV)/.examples
 	$(BIN)/python examples/smollm2/prepare.py --out runs/smollm2
 
 test-slow: $(VENV)/.examples
-	$(BIN)/python -m pytest -m slow --timeout=1800
+	$(BIN)/python -m pytest tests -m slow --timeout=1800
 
 docs: $(STAMP)
 	$(BIN)/python -m miles.config.docs

@@ -1,4 +1,4 @@
-"""Bring a real model and word problems to disk: SmolLM2-135M-Instruct, and gsm_symbolic of reasoning-gym.
+"""Bring a real model and problems in English to disk: SmolLM2-135M-Instruct, and two tasks of reasoning-gym.
 
 Usage: python examples/smollm2/prepare.py --out DIR [--rows 512] [--seed 0]
 
@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-INSTRUCTION = "Think briefly, then give the result as \\boxed{number}."
+INSTRUCTION = "Answer with the number only."
+TASKS: tuple[tuple[str, dict[str, int]], ...] = (
+    ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
+    ("gsm_symbolic", {}),
+)
+"""Names and settings of reasoning-gym tasks, taken in turns: sums that the model gets right now and then, and word
+problems that it hardly ever does."""
 
 
 def main(argv: list[str]) -> int:
@@ -63,17 +69,18 @@ def write_model(folder: Path) -> None:
 
 
 def word_problems(count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` word problems with whole-number answers, no question twice."""
+    """`count` rows, the tasks in turns, as the tasks give them."""
     import reasoning_gym
 
-    rows: dict[str, dict[str, Any]] = {}
-    for item in reasoning_gym.create_dataset("gsm_symbolic", size=4 * count, seed=seed):
-        question = item["question"].split(" Give the result as your final answer.")[0]
-        message = {"role": "user", "content": f"{question} {INSTRUCTION}"}
-        rows.setdefault(question, {"input": [message], "label": str(item["answer"]), "metadata": {}})
-        if len(rows) == count:
-            return list(rows.values())
-    sys.exit(f"only {len(rows)} different problems could be made; ask for fewer --rows")
+    makers = [iter(reasoning_gym.create_dataset(name, size=count, seed=seed, **kwargs)) for name, kwargs in TASKS]
+    return [row_of(next(makers[number % len(makers)])) for number in range(count)]
+
+
+def row_of(item: dict[str, Any]) -> dict[str, Any]:
+    """A prompt of one user message, with the answer as label."""
+    question = item["question"].split(" Give the result as your final answer.")[0].strip()
+    message = {"role": "user", "content": f"{question}\n{INSTRUCTION}"}
+    return {"input": [message], "label": str(item["answer"]), "metadata": {"task": item["metadata"]["source_dataset"]}}
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -1,0 +1,248 @@
+"""A lean forward pass over the weights of a transformers model.
+
+Axes: B sequences, T packed tokens, H hidden, N query heads, K key/value heads, G = N / K, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from miles.backends.torch_engine.kv_cache import PromptEntry, SlotCache
+from miles.errors import EngineError
+
+_LENGTH_STEP = 16
+_ROWS_AT_ONCE = 256
+_SMALL_STEP_FLOP = 2.5e8
+"""A step below this many operations runs on one thread."""
+_FREE_ROWS = 8
+"""Reading the weights takes as long as about this many rows' products."""
+
+
+@dataclass(slots=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+    attention: Any
+
+
+class Decoder:
+    """Prefill and decode of a Llama, Qwen2 or Qwen3.
+
+    The query, key and value projections of a layer become slices of one matrix, as do gate and up; the module's own
+    parameters are those slices, so an in-place update of a parameter is an update of the decoder.
+    """
+
+    def __init__(self, hf: Any, threads: int) -> None:
+        inner, config = hf.model, hf.config
+        attention = inner.layers[0].self_attn
+        self.head_dim: int = attention.head_dim
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.scale: float = attention.scaling
+        self.eps: float = config.rms_norm_eps
+        self.num_layers = len(inner.layers)
+        self.device = hf.device
+        self.dtype: torch.dtype = hf.dtype
+        self._activation: Callable[[torch.Tensor], torch.Tensor] = inner.layers[0].mlp.act_fn
+        self._rotary = inner.rotary_emb
+        self._embedding: torch.Tensor = inner.embed_tokens.weight
+        self._final_norm: torch.Tensor = inner.norm.weight
+        self._head: torch.Tensor = hf.lm_head.weight
+        self._layers = [_prepare(layer) for layer in inner.layers]
+        self._threads = threads
+        self._threads_now = 0
+        self._flop_per_token = 2 * sum(p.numel() for p in inner.layers.parameters())
+        self._cos = self._sin = torch.empty(0)
+        self._extend_rotary(256)
+        if self._cos.shape[-1] != self.head_dim:
+            raise EngineError(
+                f"the model rotates {self._cos.shape[-1]} of {self.head_dim} head dimensions; the torch engine "
+                "rotates all or none"
+            )
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Recompute what is derived from weights; call after an update."""
+        for layer in self._layers:
+            if layer.qk_norm is not None:
+                q, k = layer.attention.q_norm.weight, layer.attention.k_norm.weight
+                layer.qk_norm = torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
+
+    def prefill(self, prompts: list[list[int]]) -> tuple[list[PromptEntry], list[torch.Tensor]]:
+        """Compute prompts, packed without padding.
+
+        Returns, per prompt in the given order, its entry and its final hidden states [T, H].
+        """
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        lengths = [len(prompts[i]) for i in order]
+        total = sum(lengths)
+        self.use_threads(total)
+        self._extend_rotary(lengths[-1])
+        ids_T = torch.tensor(list(chain.from_iterable(prompts[i] for i in order)), device=self.device)
+        positions_T = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
+        groups: list[tuple[int, int, int]] = []
+        start = 0
+        for length, same in groupby(lengths):
+            count = len(list(same))
+            groups.append((start, count, length))
+            start += count * length
+        shape = (self.num_layers, 2, self.kv_heads, total, self.head_dim)
+        kv = torch.empty(shape, dtype=self.dtype, device=self.device)
+
+        def attend(layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+            kv[layer, 0] = k_TKD.transpose(0, 1)
+            kv[layer, 1] = v_TKD.transpose(0, 1)
+            mixed_TND = torch.empty_like(q_TND)
+            for start, count, length in groups:
+                part = slice(start, start + count * length)
+                q, k, v = (x[part].unflatten(0, (count, length)).transpose(1, 2) for x in (q_TND, k_TKD, v_TKD))
+                mixed = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=length > 1, scale=self.scale, enable_gqa=self.heads != self.kv_heads
+                )
+                mixed_TND[part] = mixed.transpose(1, 2).flatten(0, 1)
+            return mixed_TND.flatten(1)
+
+        hidden_TH = self._forward(ids_T, positions_T, attend)
+        entries: list[PromptEntry | None] = [None] * len(prompts)
+        hidden: list[torch.Tensor] = [hidden_TH] * len(prompts)
+        start = 0
+        for index, length in zip(order, lengths, strict=True):
+            end = start + length
+            entries[index] = PromptEntry(kv[:, :, :, start:end].contiguous(), hidden_TH[end - 1].clone())
+            hidden[index] = hidden_TH[start:end]
+            start = end
+        return [entry for entry in entries if entry is not None], hidden
+
+    def decode(self, tokens_B: torch.Tensor, lengths_B: torch.Tensor, longest: int, cache: SlotCache) -> torch.Tensor:
+        """Advance slots 0 to B - 1 by one token each.
+
+        `lengths_B` tokens of each slot are in the cache, at most `longest`; the new token takes the next place.
+        Returns final hidden states [B, H].
+        """
+        batch = len(tokens_B)
+        self.use_threads(batch)
+        self._extend_rotary(longest + 1)
+        span = min(-(-(longest + 1) // _LENGTH_STEP) * _LENGTH_STEP, cache.places)
+        beyond = torch.arange(span, device=self.device) > lengths_B[:, None]
+        mask_B11T = torch.zeros(beyond.shape, dtype=self.dtype, device=self.device)
+        mask_B11T = mask_B11T.masked_fill_(beyond, float("-inf"))[:, None, None, :]
+        rows = cache.rows(lengths_B)
+        views = cache.views(batch, span)
+        grouped = (batch, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
+
+        def attend(layer: int, q_BND: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> torch.Tensor:
+            cache.append(layer, rows, k_BKD, v_BKD)
+            keys, values = views[layer]
+            mixed = F.scaled_dot_product_attention(
+                q_BND.reshape(grouped), keys, values, attn_mask=mask_B11T, scale=self.scale
+            )
+            return mixed.reshape(batch, -1)
+
+        return self._forward(tokens_B, lengths_B, attend)
+
+    def logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
+        """Next-token logits [B, V] in fp32 from final hidden states."""
+        self.use_threads(len(hidden_BH))
+        return F.linear(hidden_BH, self._head).float()
+
+    def token_logprobs(self, hidden_TH: torch.Tensor, ids_T: list[int], temperature: float) -> list[float]:
+        """Log-probability of token `ids_T[t]` under hidden state t, in fp32 at a temperature; V is met in chunks."""
+        ids = torch.tensor(ids_T, device=self.device)
+        out: list[float] = []
+        for start in range(0, len(ids_T), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            logits = self.logits(hidden_TH[rows]).div_(temperature)
+            picked = logits.gather(1, ids[rows, None]).squeeze(1)
+            out += (picked - logits.logsumexp(1)).tolist()
+        return out
+
+    def use_threads(self, rows: int) -> None:
+        """Choose the number of CPU threads for a step of `rows` tokens (of the calling thread)."""
+        wanted = 1 if max(rows, _FREE_ROWS) * self._flop_per_token < _SMALL_STEP_FLOP else self._threads
+        if wanted != self._threads_now:
+            torch.set_num_threads(wanted)
+            self._threads_now = wanted
+
+    def _forward(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        cos, sin = self._cos[positions_T][:, None], self._sin[positions_T][:, None]
+        half, both, every = self.head_dim // 2, self.heads + self.kv_heads, self.heads + 2 * self.kv_heads
+        norm_H, norm_D = (self._embedding.shape[1],), (self.head_dim,)
+        x = F.embedding(ids_T, self._embedding)
+        for index, layer in enumerate(self._layers):
+            normed = F.rms_norm(x, norm_H, layer.input_norm, self.eps)
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(-1, every, self.head_dim)
+            qk = qkv[:, :both]
+            if layer.qk_norm is not None:
+                qk = F.rms_norm(qk, norm_D, None, self.eps) * layer.qk_norm
+            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
+            mixed = attend(index, qk[:, : self.heads], qk[:, self.heads :], qkv[:, both:])
+            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            normed = F.rms_norm(x, norm_H, layer.post_norm, self.eps)
+            gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            x = x + F.linear(self._activation(gate).mul_(up), layer.down, layer.down_bias)
+        return F.rms_norm(x, norm_H, self._final_norm, self.eps)
+
+    def _extend_rotary(self, length: int) -> None:
+        """Keep cosines, and sines whose first half is negated, of at least `length` positions, from the model."""
+        if length <= len(self._cos):
+            return
+        positions = torch.arange(1 << (length - 1).bit_length(), device=self.device)
+        cos, sin = self._rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions[None])
+        sign = torch.ones(sin.shape[-1], dtype=sin.dtype, device=self.device)
+        sign[: sin.shape[-1] // 2] = -1
+        self._cos, self._sin = cos[0].contiguous(), (sin[0] * sign).contiguous()
+
+
+def _prepare(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv, qkv_bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+    gate_up, gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
+    return _Layer(
+        input_norm=layer.input_layernorm.weight,
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        qk_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
+        out=attention.o_proj.weight,
+        out_bias=attention.o_proj.bias,
+        post_norm=layer.post_attention_layernorm.weight,
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
+        down=mlp.down_proj.weight,
+        down_bias=mlp.down_proj.bias,
+        attention=attention,
+    )
+
+
+def _fuse(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One weight (and bias) for several linears, whose own parameters become slices of it."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    weight = _share([linear.weight for linear in linears])
+    return weight, _share(biases) if biases else None
+
+
+def _share(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole

@@ -1,0 +1,506 @@
+"""The engine: one thread that admits requests, computes prompts once, and decodes all running sequences together."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Lock, Thread
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import torch
+
+from miles.backends.torch_engine.decoder import Decoder
+from miles.backends.torch_engine.kv_cache import PromptCache, PromptEntry, PromptKey, SlotCache
+from miles.backends.torch_engine.model import LoadedModel
+from miles.backends.torch_engine.payload import SharedMemoryCodec
+from miles.backends.torch_engine.request import Request, RequestRefused
+from miles.backends.torch_engine.sampling import BatchSampling, sample
+from miles.backends.torch_engine.settings import EngineSettings
+from miles.backends.torch_engine.weights import WeightStore
+from miles.errors import EngineError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Call:
+    run: Callable[[], Any]
+    answer: Future[Any]
+
+
+@dataclass
+class Counters:
+    """What the engine has done since it started."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    decode_steps: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+
+
+class Engine:
+    """Continuous batching over a slot cache, on a thread of its own.
+
+    Methods may be called from any thread. `submit` answers through the request's `done`; the other actions run
+    between two steps of the engine and return a Future.
+    """
+
+    def __init__(self, model: LoadedModel, settings: EngineSettings) -> None:
+        self.model, self.settings = model, settings
+        self.decoder = Decoder(model.hf, settings.threads)
+        self.weights = WeightStore(model.hf)
+        self.weight_version = "0"
+        self.counters = Counters()
+        self.death: str | None = None
+        """The traceback that ended the engine's thread, or None."""
+        self.paused = False
+        self._codec = SharedMemoryCodec()
+        self._inbox: queue.SimpleQueue[Request | _Call] = queue.SimpleQueue()
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._rids: set[str] = set()
+        self._cache = SlotCache(
+            self.decoder.num_layers,
+            self.decoder.kv_heads,
+            self.decoder.head_dim,
+            self.decoder.dtype,
+            self.decoder.device,
+            _kv_budget(settings, self.decoder.device),
+        )
+        self._prompts = PromptCache(settings.prompt_cache_tokens)
+        self._rng = np.random.default_rng(settings.seed)
+        self._garbage_seed = settings.seed
+        self._sampling: BatchSampling | None = None
+        self._tokens_B = torch.empty(0, dtype=torch.long, device=self.decoder.device)
+        self._lengths_B = torch.empty(0, dtype=torch.long, device=self.decoder.device)
+        self._step_began: float | None = None
+        self._stopping = False
+        self._end_lock = Lock()
+        self._thread = Thread(target=self._run, name="torch-engine", daemon=True)
+
+    def start(self) -> Engine:
+        """Start the engine's thread."""
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Abort what runs and end the thread."""
+        if self._thread.is_alive():
+            self._inbox.put(_Call(self._stop, Future()))
+            self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises EngineError when the engine has died."""
+        if self.death is not None:
+            raise EngineError(self._end())
+        self._inbox.put(request)
+        if self.death is not None:
+            self._fail_everything()
+
+    def generate(self, requests: list[Request]) -> list[Request]:
+        """Run requests and wait for all of them: the in-process door, for tests and benchmarks."""
+        finished: queue.SimpleQueue[list[Request]] = queue.SimpleQueue()
+        for request in requests:
+            request.done = finished.put
+            self.submit(request)
+        left = len(requests)
+        while left:
+            left -= len(finished.get())
+        return requests
+
+    def call(self, run: Callable[[], T]) -> Future[T]:
+        """Run a function on the engine's thread between two steps."""
+        answer: Future[T] = Future()
+        if self.death is not None:
+            answer.set_exception(EngineError(self._end()))
+        else:
+            self._inbox.put(_Call(run, answer))
+            if self.death is not None:
+                self._fail_everything()
+        return answer
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no slot yet."""
+        return len(self._waiting) + self._inbox.qsize()
+
+    def unhealthy(self) -> str | None:
+        """Why the engine must not get requests, or None."""
+        if self.death is not None:
+            return self._end()
+        began = self._step_began
+        if began is not None and (seconds := time.monotonic() - began) > self.settings.stuck_after_s:
+            return f"the engine loop has been in one step for {seconds:.0f} s"
+        return self.weights.half_updated
+
+    # ---- actions; each runs on the engine's thread, through `call` ----
+
+    def abort(self, rid: str | None, reason: str) -> int:
+        """Finish one request, or all when `rid` is None, with the tokens so far; returns how many."""
+        chosen = [r for r in (*self._running, *self._waiting) if rid is None or r.rid == rid]
+        for request in chosen:
+            request.finish_reason = {"type": "abort", "message": reason}
+        if chosen:
+            self._waiting = deque(r for r in self._waiting if r.finish_reason is None)
+            self._drop_finished()
+            self.counters.aborted += len(chosen)
+            self._deliver(chosen)
+        return len(chosen)
+
+    def flush(self) -> None:
+        """Forget cached prompts. Raises RequestRefused while requests run or wait."""
+        if self._running or self._waiting:
+            raise RequestRefused(
+                f"the cache is flushed only when nothing runs or waits: {len(self._running)} requests run, "
+                f"{len(self._waiting)} wait"
+            )
+        self._prompts.clear()
+
+    def pause(self, mode: str) -> None:
+        """Stop stepping: "abort" ends all requests with their tokens so far, "in_place" keeps them where they are."""
+        if mode == "retract":
+            raise RequestRefused('mode "retract" is not supported yet by the torch engine; use "abort" or "in_place"')
+        if mode not in ("abort", "in_place"):
+            raise RequestRefused(f'mode is {mode!r}; use "abort" or "in_place"')
+        if mode == "abort":
+            self.abort(None, "generation was paused")
+        self.paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.paused = False
+
+    def update_weights(
+        self, payload: str, flush_cache: bool, weight_version: str | None, abort_all_requests: bool
+    ) -> int:
+        """Replace the weights of one bucket; a `weight_version` marks the last. Returns how many tensors."""
+        if abort_all_requests:
+            self.abort(None, "weights were updated")
+        if (self._running or self._waiting) and not self.paused:
+            raise RequestRefused(
+                f"weights are not replaced under running requests: {len(self._running)} run, {len(self._waiting)} "
+                "wait; abort them, or pause generation first"
+            )
+        if flush_cache:
+            self.flush()
+        try:
+            named = self._codec.decode(payload)
+        except (ValueError, OSError) as error:
+            self.weights.fail(str(error))
+        self._weights_change()
+        self.weights.replace(named, complete=weight_version is not None)
+        self.decoder.refresh()
+        if weight_version is not None:
+            self.weight_version = weight_version
+        return len(named)
+
+    def set_version(self, version: str, abort_all_requests: bool) -> None:
+        """Name the present weights. Cached prompts of another version are not reused."""
+        if abort_all_requests:
+            self.abort(None, "the weight version changed")
+        self._prompts.clear()
+        self.weight_version = version
+
+    def reset_weights(self) -> None:
+        """Fill all weights with garbage (a step of the proof that an update sends every parameter)."""
+        if self._running or self._waiting:
+            raise RequestRefused(f"{len(self._running)} requests run and {len(self._waiting)} wait; abort them first")
+        self._weights_change()
+        self._garbage_seed += 1
+        self.weights.fill_with_garbage(self._garbage_seed)
+        self.decoder.refresh()
+
+    def probe(self) -> int:
+        """Compute one greedy token without a slot, whether paused or not."""
+        token = min(self.model.eos_token_ids, default=0)
+        entries, _ = self.decoder.prefill([[token]])
+        return int(self.decoder.logits(entries[0].hidden_H[None]).argmax())
+
+    # ---- the loop ----
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while not self._stopping:
+                    self._step_began = None
+                    self._receive()
+                    self._step_began = time.monotonic()
+                    if not self.paused:
+                        self._admit()
+                        if self._running:
+                            self._decode()
+        except Exception:
+            logger.exception("the engine loop died")
+            self.death = traceback.format_exc()
+        finally:
+            self._step_began = None
+            self.death = self.death or "the engine was stopped"
+            self._fail_everything()
+
+    def _receive(self) -> None:
+        """Take what has arrived; when there is nothing to do, wait for it, and then a moment for siblings."""
+        idle = self.paused or not (self._running or self._waiting)
+        if idle:
+            self._take(self._inbox.get())
+        deadline = time.monotonic() + self.settings.sibling_wait_s if idle and self._waiting else None
+        while not self._stopping:
+            try:
+                if deadline is None or self.paused:
+                    self._take(self._inbox.get_nowait())
+                else:
+                    self._take(self._inbox.get(timeout=max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                return
+
+    def _take(self, item: Request | _Call) -> None:
+        if isinstance(item, _Call):
+            if not item.answer.set_running_or_notify_cancel():
+                return  # the caller went away before its turn
+            self._step_began = time.monotonic()
+            try:
+                item.answer.set_result(item.run())
+            except RequestRefused as refusal:
+                item.answer.set_exception(refusal)
+            except Exception as error:
+                item.answer.set_exception(error)
+                raise
+            self._step_began = None
+        elif item.rid in self._rids:
+            item.error, item.error_status = f"rid {item.rid!r} is in flight already; rids are unique", 400
+            item.done([item])
+        else:
+            self._rids.add(item.rid)
+            self._waiting.append(item)
+
+    def _admit(self) -> None:
+        """Compute prompts of waiting requests, draw their first tokens, and give slots to those that go on."""
+        while self._waiting:
+            batch, to_compute = self._next_batch()
+            if not batch:
+                return
+            entries = self._compute_prompts(batch, to_compute)
+            self._start(batch, entries)
+
+    def _next_batch(self) -> tuple[list[Request], dict[PromptKey, Request]]:
+        batch: list[Request] = []
+        to_compute: dict[PromptKey, Request] = {}
+        tokens = 0
+        longest = max((r.longest for r in self._running), default=0)
+        while self._waiting:
+            request = self._waiting[0]
+            slots = len(self._running) + len(batch) + 1
+            longest = max(longest, request.longest)
+            if slots > self.settings.max_running_requests or not self._cache.fits(slots, longest):
+                break
+            key = request.prompt_key
+            if request.scores_prompt or (key not in to_compute and self._prompts.get(key) is None):
+                tokens += len(request.input_ids)
+                if batch and tokens > self.settings.max_prefill_tokens:
+                    break
+                if not request.scores_prompt:
+                    to_compute[key] = request
+            batch.append(self._waiting.popleft())
+        return batch, to_compute
+
+    def _compute_prompts(self, batch: list[Request], to_compute: dict[PromptKey, Request]) -> list[PromptEntry]:
+        """The prompt entry of every request of a batch, each distinct prompt computed at most once."""
+        scored = [r for r in batch if r.scores_prompt]
+        computed = [*to_compute.values(), *scored]
+        fresh: dict[PromptKey, PromptEntry] = {}
+        own: dict[str, PromptEntry] = {}
+        hits = {key: entry for r in batch if (entry := self._prompts.get(key := r.prompt_key)) is not None}
+        if computed:
+            entries, hidden = self.decoder.prefill([r.input_ids for r in computed])
+            self.counters.prefill_tokens += sum(e.tokens for e in entries)
+            for request, entry, hidden_TH in zip(computed, entries, hidden, strict=True):
+                key = request.prompt_key
+                if request.scores_prompt:
+                    own[request.rid] = entry
+                    start = request.logprob_start_len
+                    request.input_logprobs = self.decoder.token_logprobs(
+                        hidden_TH[start:-1], request.input_ids[start + 1 :], request.params.temperature or 1.0
+                    )
+                else:
+                    fresh[key] = entry
+                self._prompts.put(key, entry)
+        computers = {id(r) for r in computed}
+        chosen: list[PromptEntry] = []
+        for request in batch:
+            key = request.prompt_key
+            chosen.append(own.get(request.rid) or fresh.get(key) or hits[key])
+            request.cached_tokens = 0 if id(request) in computers else len(request.input_ids)
+            self.counters.prompt_tokens += len(request.input_ids)
+            self.counters.cached_tokens += request.cached_tokens
+        return chosen
+
+    def _start(self, batch: list[Request], entries: list[PromptEntry]) -> None:
+        finished = [r for r in batch if r.params.max_new_tokens == 0]
+        for request in finished:
+            request.finish_reason = {"type": "length", "length": 0}
+        drawing = [(r, e) for r, e in zip(batch, entries, strict=True) if r.params.max_new_tokens]
+        going: list[tuple[Request, PromptEntry]] = []
+        if drawing:
+            distinct = list({id(e): e for _, e in drawing}.values())
+            row_of = {id(e): row for row, e in enumerate(distinct)}
+            logits_PV = self.decoder.logits(torch.stack([e.hidden_H for e in distinct]))
+            requests = [r for r, _ in drawing]
+            sampling = BatchSampling([r.params for r in requests], self.decoder.device)
+            logits_BV = logits_PV[[row_of[id(e)] for _, e in drawing]]
+            tokens, logprobs = self._draw(logits_BV, sampling, requests)
+            for (request, entry), token, logprob in zip(drawing, tokens.tolist(), logprobs.tolist(), strict=True):
+                if self._accept(request, token, logprob):
+                    finished.append(request)
+                else:
+                    going.append((request, entry))
+        if going:
+            used = len(self._running)
+            everyone = [*self._running, *(r for r, _ in going)]
+            self._cache.ensure(
+                len(everyone),
+                max(r.length for r in everyone),
+                limit=max(r.longest for r in everyone),
+                used=used,
+                longest=max((r.length for r in self._running), default=0),
+            )
+            self._cache.write(used, [e.kv for _, e in going])
+            self._running = everyone
+            self._rebuild()
+        self._deliver(finished)
+
+    def _decode(self) -> None:
+        running = self._running
+        longest = max(r.length for r in running)
+        self._cache.ensure(
+            len(running), longest, limit=max(r.longest for r in running), used=len(running), longest=longest - 1
+        )
+        hidden_BH = self.decoder.decode(self._tokens_B, self._lengths_B, longest - 1, self._cache)
+        assert self._sampling is not None  # set with every change of `_running`
+        tokens_B, logprobs_B = self._draw(self.decoder.logits(hidden_BH), self._sampling, running)
+        self._tokens_B = tokens_B
+        self._lengths_B = self._lengths_B + 1
+        self.counters.decode_steps += 1
+        self.counters.decode_tokens += len(running)
+        pairs = zip(running, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
+        finished = [r for r, token, logprob in pairs if self._accept(r, token, logprob)]
+        if finished:
+            self._drop_finished()
+            self._deliver(finished)
+
+    def _draw(
+        self, logits_BV: torch.Tensor, sampling: BatchSampling, requests: list[Request]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        banned = [
+            (row, sorted(r.stop_ids))
+            for row, r in enumerate(requests)
+            if len(r.output_ids) < r.params.min_new_tokens and r.stop_ids
+        ]
+        positions = [r.length for r in requests] if sampling.any_seeded else []
+        return sample(logits_BV, sampling, positions, self._rng, banned)
+
+    def _accept(self, request: Request, token: int, logprob: float) -> bool:
+        if math.isfinite(logprob):
+            return request.accept(token, logprob)
+        request.error = (
+            f"logits are not finite after {request.length} tokens: the weights of version {self.weight_version} hold "
+            "NaN or inf, or overflow in this dtype"
+        )
+        return True
+
+    def _drop_finished(self) -> None:
+        """Give the slots of finished requests to the last running ones, so that used slots stay 0 to n - 1."""
+        over = [r.finish_reason is not None or r.error is not None for r in self._running]
+        for slot, request in enumerate(self._running):
+            if request.error is not None:
+                self._cache.wipe(slot)
+        left = over.count(False)
+        if left == len(over):
+            return
+        holes = [slot for slot in range(left) if over[slot]]
+        movers = [slot for slot in range(left, len(over)) if not over[slot]]
+        if holes:
+            self._cache.move(movers, holes, max(self._running[slot].length for slot in movers))
+            for source, target in zip(movers, holes, strict=True):
+                self._running[target] = self._running[source]
+        self._running = self._running[:left]
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Batch tensors from the running requests. The newest token of each is not in the cache yet."""
+        device = self.decoder.device
+        self._tokens_B = torch.tensor([r.output_ids[-1] for r in self._running], dtype=torch.long, device=device)
+        self._lengths_B = torch.tensor([r.length - 1 for r in self._running], dtype=torch.long, device=device)
+        self._sampling = BatchSampling([r.params for r in self._running], device)
+
+    def _deliver(self, finished: list[Request]) -> None:
+        if not finished:
+            return
+        now = time.monotonic()
+        by_receiver: dict[Callable[[list[Request]], None], list[Request]] = defaultdict(list)
+        for request in finished:
+            request.finished_at = now
+            request.weight_version = self.weight_version
+            self._rids.discard(request.rid)
+            by_receiver[request.done].append(request)
+        self.counters.finished += sum(r.error is None for r in finished)
+        self.counters.failed += sum(r.error is not None for r in finished)
+        for done, group in by_receiver.items():
+            done(group)
+
+    def _weights_change(self) -> None:
+        self._prompts.clear()
+
+    def _stop(self) -> None:
+        self.abort(None, "the engine was stopped")
+        self._stopping = True
+
+    def _fail_everything(self) -> None:
+        """Answer whatever still waits after the loop has ended."""
+        reason = self._end()
+        with self._end_lock:
+            left = [*self._running, *self._waiting]
+            self._running, self._waiting = [], deque()
+            while True:
+                try:
+                    item = self._inbox.get_nowait()
+                except queue.Empty:
+                    break
+                if isinstance(item, _Call):
+                    if item.answer.set_running_or_notify_cancel():
+                        item.answer.set_exception(EngineError(reason))
+                else:
+                    left.append(item)
+        for request in left:
+            request.error = reason
+        self._deliver(left)
+
+    def _end(self) -> str:
+        return f"the engine loop has ended: {(self.death or '').strip().splitlines()[-1]}"
+
+
+def _kv_budget(settings: EngineSettings, device: torch.device) -> int:
+    if settings.kv_cache_mb is not None:
+        return settings.kv_cache_mb * 2**20
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = psutil.virtual_memory().available
+    return int(0.3 * free)

@@ -1,0 +1,120 @@
+"""The engine's weights by Hugging Face name: checked and replaced bucket by bucket, and proven by checksums."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, NoReturn
+
+import torch
+
+from miles.backends.torch_engine.request import RequestRefused
+from miles.backends.weight_sync.checksum import checksum_tensor
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+_LISTED = 20
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class WeightStore:
+    """Parameters of a transformers module, updated in place."""
+
+    def __init__(self, hf: Any) -> None:
+        self._parameters: dict[str, torch.nn.Parameter] = dict(hf.named_parameters())
+        self._tied = bool(hf.config.tie_word_embeddings) and _HEAD not in self._parameters
+        self._snapshot: dict[str, str] | None = None
+        self.received: set[str] = set()
+        """Names replaced since the last complete update."""
+        self.half_updated: str | None = None
+        """Why the weights may be half of one version and half of another; None when they are whole."""
+
+    @property
+    def names(self) -> list[str]:
+        """Parameter names; a head tied to the embedding is not one of them."""
+        return list(self._parameters)
+
+    def replace(self, named: NamedTensors, complete: bool) -> None:
+        """Replace the named parameters, or none of them.
+
+        `complete` says that this bucket ends an update. Raises RequestRefused that lists every tensor that does not
+        fit by name, shape or dtype; the weights count as half updated from then on, until an update that ends with a
+        complete bucket has sent every parameter.
+        """
+        problems = self._problems(named)
+        if problems:
+            self.fail(
+                "; ".join(problems[:_LISTED])
+                + (f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else "")
+            )
+        for name, tensor in named:
+            self._target(name).data.copy_(tensor)
+            self.received.add(name)
+        if complete:
+            missing = sorted(
+                set(self._parameters) - self.received - ({_EMBEDDING} if _HEAD in self.received else set())
+            )
+            if self.half_updated is None or not missing:
+                self.half_updated = None
+            else:
+                self.half_updated = (
+                    f"weights are half updated: an update failed, and the next did not send {len(missing)} of "
+                    f"{len(self._parameters)} parameters ({', '.join(missing[:3])}, ...)"
+                )
+            self.received = set()
+
+    def fail(self, problem: str) -> NoReturn:
+        """Note that a bucket could not be applied, and raise RequestRefused (400)."""
+        self.received = set()
+        self.half_updated = f"weights are half updated: a bucket was refused ({problem}); send a complete update with its weight_version"
+        raise RequestRefused(f"nothing of this bucket was applied: {problem}")
+
+    def checksums(self) -> dict[str, str]:
+        """Checksum of every parameter by name."""
+        return {name: checksum_tensor(parameter) for name, parameter in self._parameters.items()}
+
+    def take_snapshot(self) -> int:
+        """Remember the checksums of the present weights; returns how many."""
+        self._snapshot = self.checksums()
+        return len(self._snapshot)
+
+    def fill_with_garbage(self, seed: int) -> None:
+        """Overwrite every parameter with random numbers, so that one that is not sent again is noticed."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self._parameters.values():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def differing_from_snapshot(self) -> list[str]:
+        """Names whose bytes are not those of the snapshot; raises RequestRefused when there is none."""
+        if self._snapshot is None:
+            raise RequestRefused("there is no snapshot to compare with; send the action snapshot first")
+        return [name for name, value in self.checksums().items() if self._snapshot[name] != value]
+
+    def _target(self, name: str) -> torch.nn.Parameter:
+        return self._parameters[_EMBEDDING if self._tied and name == _HEAD else name]
+
+    def _problems(self, named: NamedTensors) -> list[str]:
+        problems: list[str] = []
+        seen: dict[str, torch.Tensor] = {}
+        for name, tensor in named:
+            if name not in self._parameters and not (self._tied and name == _HEAD):
+                near = difflib.get_close_matches(name, self._parameters, n=1)
+                problems.append(f"{name} is not a parameter" + (f" (nearest: {near[0]})" if near else ""))
+                continue
+            own = self._target(name)
+            if tensor.shape != own.shape:
+                problems.append(f"{name} has shape {list(tensor.shape)}, the engine's is {list(own.shape)}")
+            elif tensor.dtype != own.dtype:
+                problems.append(f"{name} has dtype {_short(tensor)}, the engine's is {_short(own)}")
+            elif name in seen:
+                problems.append(f"{name} comes twice")
+            elif self._tied and (other := {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}.get(name)) is not None:
+                first = seen.get(other, own if other in self.received else None)
+                if first is not None and not torch.equal(first.to(tensor.device), tensor):
+                    problems.append(
+                        f"the model ties {_HEAD} to {_EMBEDDING}, but they were sent with different values"
+                    )
+            seen[name] = tensor
+        return problems
+
+
+def _short(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -32,3 +32,7 @@ def main() -> None:
     entry = Path(__file__).resolve().parents[1] / VERBS[argv[0]]
     sys.argv = [str(entry), *argv[1:]]
     runpy.run_path(str(entry), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

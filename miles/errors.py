@@ -34,7 +34,17 @@ class Issue:
 
 
 class MilesError(Exception):
-    """Base of every error that Miles raises on purpose."""
+    """Base of every error that Miles raises on purpose.
+
+    Pickles with its attributes and notes, whatever the arguments of a subclass's `__init__` are.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_restored, (type(self), self.args), self.__dict__)
+
+
+def _restored(kind: type[MilesError], args: tuple[Any, ...]) -> MilesError:
+    return kind.__new__(kind, *args)
 
 
 class ConfigError(MilesError):
@@ -45,9 +55,6 @@ class ConfigError(MilesError):
         noun = "problem" if len(issues) == 1 else "problems"
         super().__init__(f"{len(issues)} {noun} in this configuration\n" + "\n".join(f"  - {i}" for i in issues))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.issues,))
-
 
 class HookError(MilesError):
     """A user's function failed; `hook` is its import path."""
@@ -55,9 +62,6 @@ class HookError(MilesError):
     def __init__(self, hook: str, problem: str, fix: str = "") -> None:
         self.hook, self.problem, self.fix = hook, problem, fix
         super().__init__(f"{hook}: {problem}" + (f"\n    fix: {fix}" if fix else ""))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.hook, self.problem, self.fix))
 
 
 class DataError(MilesError):
@@ -67,13 +71,6 @@ class DataError(MilesError):
         self.path, self.problem, self.fix, self.line = path, problem, fix, line
         where = path if line is None else f"{path}:{line}"
         super().__init__(f"{where}: {problem}" + (f"\n    fix: {fix}" if fix else ""))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_data_error, (self.path, self.problem, self.fix, self.line))
-
-
-def _data_error(path: str, problem: str, fix: str, line: int | None) -> DataError:
-    return DataError(path, problem, fix, line=line)
 
 
 class CheckpointError(MilesError):
@@ -91,13 +88,6 @@ class EngineError(MilesError):
         if log_path:
             text += f"\n    log: {log_path}"
         super().__init__(text)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_engine_error, (self.message, self.engine, self.log_path, self.last_lines))
-
-
-def _engine_error(message: str, engine: str, log_path: str, last_lines: str) -> EngineError:
-    return EngineError(message, engine=engine, log_path=log_path, last_lines=last_lines)
 
 
 class WeightSyncError(MilesError):

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import secrets
+import signal
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,6 +31,7 @@ from miles.utils.waits import Waits
 WORKERS = {"fsdp": "miles.backends.fsdp_utils.worker.FsdpTrainWorker"}
 CODEC = "miles.backends.torch_engine.payload.SharedMemoryCodec"
 CLOSE_TIMEOUT_S = 20.0
+_DIED = re.compile(r"The actor died.*?class_name: (?P<name>\w+).*?pid: (?P<pid>\d+)", re.DOTALL)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -116,6 +118,14 @@ def steps_of_epochs(config: RunConfig, num_prompts: int | None) -> int:
     return steps
 
 
+def steps_left(next_step: int, num_rollout: int) -> range:
+    """Steps from `next_step` to the end of the run; raises ConfigError when a checkpoint is at or past it."""
+    if next_step >= num_rollout:
+        problem = f"the checkpoint is after step {next_step} and the run has {num_rollout}: nothing is left to do"
+        raise ConfigError([Issue("rollout.num_rollout", problem, "raise --num-rollout, which counts from step 0")])
+    return range(next_step, num_rollout)
+
+
 @asynccontextmanager
 async def build(config: RunConfig, run_dir: Path, console: Console, events: EventLog) -> AsyncIterator[Run]:
     """Start everything that `config` asks for; everything ends when the context does, however it ends."""
@@ -133,6 +143,8 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
         events.add("long wait", what=text.strip())
 
     start_from = resume_point(config.checkpoint.load)
+    if config.rollout.num_rollout is not None:
+        steps_left(start_from.next_step, config.rollout.num_rollout)
     engines = num_engines(config)
     num_cpus = resolved_num_cpus(config)
     cluster.check_placement({"trainer ranks": config.cluster.train_ranks, "engines": engines}, num_cpus)
@@ -143,6 +155,7 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
         stack.push_async_callback(http_utils.aclose)
         stack.callback(cluster.stop)
         cluster.start(num_cpus)
+        _answer_signals(waits, console)
         spec = ManagerSpec(
             run_dir=str(run_dir),
             num_engines=engines,
@@ -179,7 +192,7 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
             "started", engines=[e.pid for e in facts.engines], router=facts.router.pid if facts.router else None
         )
 
-        steps = range(start_from.next_step, num_rollout)
+        steps = steps_left(start_from.next_step, num_rollout)
         tracker = RunTracker(run_dir, config.run.name, console, use_tensorboard=config.run.use_tensorboard)
         stack.callback(tracker.close)
         rollout = RolloutClient(manager, waits)
@@ -196,6 +209,7 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
                 placement,
                 rollout.set_weight_version,
                 tracker,
+                waits,
                 version=start_from.weight_version,
                 verify=config.weights.verify,
                 probe_interval=config.parity.interval if config.parity.enabled else 0,
@@ -222,6 +236,13 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
             placement=placement,
             tracker=tracker,
         )
+
+
+def _answer_signals(waits: Waits, console: Console) -> None:
+    """SIGTERM ends the run as Ctrl-C does, and SIGUSR1 shows what is waited for. Call it after Ray, which takes SIGTERM."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    loop.add_signal_handler(signal.SIGUSR1, lambda: console.say(waits.describe()))
 
 
 async def _ref(ref: Awaitable[Any]) -> Any:
@@ -267,7 +288,7 @@ def run_to_end(config: RunConfig, loop: Callable[[Run], Awaitable[None]]) -> int
         status, reason = 130, "interrupted"
         console.error("interrupted; every process of this run has ended")
     except ConfigError as e:
-        status, reason = 2, str(e)
+        status, reason = 2, message_of(e)
         console.error(reason)
     except Exception as e:  # noqa: BLE001 - the last place that can tell the user
         status, reason = 1, explain_failure(e, run_dir)
@@ -278,10 +299,21 @@ def run_to_end(config: RunConfig, loop: Callable[[Run], Awaitable[None]]) -> int
 
 
 def explain_failure(error: Exception, run_dir: Path) -> str:
-    """The message a user can act on, out of Ray's wrapping, and where to read more."""
-    cause = getattr(error, "cause", None)
-    told = cause if isinstance(cause, Exception) else error
-    text = str(told) if isinstance(told, MilesError) else f"{type(told).__name__}: {told}"
+    """`message_of`, and where to read more: the traceback is written to `logs/error.txt`."""
+    text = message_of(error)
     trace = run_dir / "logs" / "error.txt"
     trace.write_text(_COLOUR.sub("", "".join(traceback.format_exception(error))))
     return f"{text}\n    traceback: {trace}\n    logs: {trace.parent}"
+
+
+def message_of(error: Exception) -> str:
+    """What a user can act on, out of Ray's wrapping and without a traceback."""
+    cause = getattr(error, "cause", None)
+    told = cause if isinstance(cause, Exception) else error
+    if died := _DIED.search(str(told)) if type(told).__module__ == "ray.exceptions" else None:
+        return (
+            f"{died['name']} (process {died['pid']}) died in the middle of its work\n"
+            "    fix: read the end of its log; when that says nothing, the machine ran out of memory (see dmesg)"
+        )
+    text = str(told) if isinstance(told, MilesError) else f"{type(told).__name__}: {told}"
+    return "\n    ".join([text, *getattr(told, "__notes__", ())])

@@ -31,7 +31,7 @@ def parse(argv: Sequence[str], hook_arguments: HookArguments | None = None, prog
     reading = read([word for word in argv if word != "--dry-run"], hook_arguments)
     issues = [*reading.issues, *preflight(reading.config, reading.unknown)]
     if issues:
-        _fail(ConfigError(issues))
+        _fail(ConfigError(issues), "" if argv else _first_words(prog))
     if dry:
         sys.stdout.write(_dry_run(reading.config))
         raise SystemExit(0)
@@ -46,6 +46,13 @@ def _dry_run(cfg: RunConfig) -> str:
     return f"{dump(cfg)}\n# What will be started, and where:\n{lines}"
 
 
-def _fail(error: ConfigError) -> NoReturn:
-    sys.stderr.write(f"{error}\n")
+def _first_words(prog: str) -> str:
+    """For whoever gives nothing at all: how it is called, and where every setting is listed."""
+    from miles.config.help_text import USAGE
+
+    return f"{USAGE.format(prog=prog)}\n`--help` lists every setting; `--dry-run` shows a run without starting it.\n\n"
+
+
+def _fail(error: ConfigError, before: str = "") -> NoReturn:
+    sys.stderr.write(f"{before}{error}\n")
     raise SystemExit(USAGE_ERROR)

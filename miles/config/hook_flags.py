@@ -29,7 +29,8 @@ def read_hook_flags(
         try:
             add_arguments = hook_arguments(path)
         except MilesError as e:
-            layers.issues.append(Issue(path, str(e).removeprefix(f"{path}: "), "correct the function, or its path"))
+            problem, _, fix = str(e).removeprefix(f"{path}: ").partition("\n    fix: ")
+            layers.issues.append(Issue(path, problem, fix or "correct the function, or its path"))
             continue
         if add_arguments is not None:
             parser = _Parser(prog=path, add_help=False, allow_abbrev=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import socket
 from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any, cast
@@ -110,6 +112,20 @@ def processes_can_be_placed(cfg: RunConfig) -> Iterator[Issue]:
         )
 
 
+def router_port_is_free(cfg: RunConfig) -> Iterator[Issue]:
+    port = cfg.router.port
+    if port == 0 or not needs_engines(cfg):
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as e:
+            found = "is in use" if e.errno == errno.EADDRINUSE else f"cannot be taken: {e.strerror}"
+            fix = "--router-port with another port, or 0 for a free one"
+            yield Issue("router.port", f"port {port} of 127.0.0.1 {found}", fix)
+
+
 def _model_folder(setting: str, path: str, *, tokenizer: bool) -> Iterator[Issue]:
     folder = Path(path)
     flag = "--" + setting.partition(".")[2].replace("_", "-")
@@ -162,13 +178,39 @@ def _model_weights(setting: str, folder: Path) -> Iterator[Issue]:
             )
     elif not found:
         yield Issue(setting, f"{folder} has no *.safetensors", "save the model with model.save_pretrained(FOLDER)")
+    for name in sorted(found):
+        if damage := _damage(folder / name):
+            yield Issue(
+                setting, f"{folder / name} {damage}", "fetch or save the model again; the disk may have been full"
+            )
+
+
+def _damage(file: Path) -> str | None:
+    """What is wrong with a safetensors file, seen from its size and header; None when nothing is.
+
+    The format: 8 bytes of header length, the header as JSON with the place of every tensor, the tensors.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        header_size = int.from_bytes(f.read(8), "little")
+        if size < 8 or header_size > size - 8:
+            return f"is damaged: it ends within its header, after {size} bytes"
+        try:
+            header = cast(dict[str, dict[str, Any]], json.loads(f.read(header_size)))
+            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, TypeError, LookupError, AttributeError):
+            return "is no safetensors file: its header cannot be read"
+    promised = 8 + header_size + max(ends, default=0)
+    return f"is damaged: it has {size} bytes, and its header promises {promised}" if size != promised else None
 
 
 def _data_file(setting: str, path: str, prefix: str) -> Iterator[Issue]:
     file = Path(split_slice(path)[0])
     rows = "a .jsonl file with one JSON object a line"
     if not file.exists():
-        yield Issue(setting, f"{prefix}{path}: no such file", f"check the path; the current folder is {Path.cwd()}")
+        rows_wanted = "take rows a to b with FILE@[a:b]" if "@[" in file.name else ""
+        fix = rows_wanted or f"check the path; the current folder is {Path.cwd()}"
+        yield Issue(setting, f"{prefix}{path}: no such file", fix)
     elif not file.is_file():
         yield Issue(setting, f"{prefix}{path} is not a file", f"give {rows}")
     elif file.suffix != ".jsonl":
@@ -200,4 +242,5 @@ PREFLIGHT: tuple[Check, ...] = (
     checkpoint_is_complete,
     run_folder_is_free,
     processes_can_be_placed,
+    router_port_is_free,
 )

@@ -6,7 +6,9 @@ import argparse
 import importlib
 import inspect
 import linecache
+import os
 import pkgutil
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -144,9 +146,11 @@ _WHERE_MODULES_ARE = "check the spelling, and run from the folder that holds the
 def load_function(path: str) -> Any:
     """What `path` ("package.module.attribute") names: a function, a class, or any callable object.
 
-    The last dot separates module and attribute; a class inside a class is found too. Raises HookError when the module
-    does not import, has no such attribute, or the attribute cannot be called.
+    The last dot separates module and attribute; a class inside a class is found too. Modules of the working directory
+    are found, wherever the entry point lies. Raises HookError when the module does not import, has no such attribute,
+    or the attribute cannot be called.
     """
+    _look_in_working_directory()
     module, attributes = _import_longest(path)
     found: Any = module
     for name in attributes:
@@ -239,8 +243,20 @@ async def maybe_await(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
+def _look_in_working_directory() -> None:
+    """Put the working directory first on the path, where Ray puts it in its workers: all processes import the same."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+        importlib.invalidate_caches()
+
+
 def _import_longest(path: str) -> tuple[ModuleType, list[str]]:
     parts = path.split(".")
+    file, _, function = path.partition(":")
+    if "/" in file or file.endswith(".py"):
+        module = file.removeprefix("./").removesuffix(".py").strip("/").replace("/", ".")
+        raise HookError(path, "is the name of a file, not an import path", f"write {module}.{function or 'FUNCTION'}")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise HookError(path, "is not an import path", "write package.module.function")
     for split in range(len(parts) - 1, 0, -1):

@@ -12,18 +12,20 @@ from typing import Any
 
 import ray
 
-from miles.config.schema import RunConfig
+from miles.config.schema import RolloutConfig, RunConfig
 from miles.core.hook_args import HookArgs
-from miles.core.ledger import Ledger
+from miles.core.ledger import Ledger, LiveState
 from miles.core.plugins import load_function
 from miles.core.ports import DataSource, Metrics, RolloutBatch
 from miles.core.run_facts import EngineEndpoint, RouterEndpoint, RunFacts
 from miles.ray.actor_process import enter, spawn
 from miles.ray.engine_actor import EngineActor
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
+from miles.rollout.buffer_account import settle_buffer
+from miles.rollout.data_source import RolloutDataSourceWithBuffer
 from miles.rollout.groups import flatten
 from miles.rollout.inference_rollout.compatibility import RolloutFnAdapter, load_rollout_fn
-from miles.rollout.metrics import dump_rows, rollout_metrics
+from miles.rollout.metrics import dump_rows, eval_metrics, rollout_metrics
 from miles.rollout.train_data_conversion import to_train_batch
 from miles.utils import http_utils
 from miles.utils.process import TOKEN_VARIABLE, ServerProcess
@@ -150,6 +152,7 @@ class RolloutManager:
         group_indices = self._lease(output.samples)
         metrics: Metrics = {
             **rollout_metrics(output.samples, reward_key=reward.reward_key, elapsed_s=seconds),
+            **(self._source.metrics() if isinstance(self._source, RolloutDataSourceWithBuffer) else {}),
             **(output.metrics or {}),
             **self._ledger.metrics(),
         }
@@ -175,6 +178,7 @@ class RolloutManager:
     async def commit(self, step: int, group_indices: Sequence[int]) -> None:
         """Every optimizer step of `step`'s batch is done."""
         self._ledger.train(group_indices)
+        self._settle_buffer("partial", *(() if self._keeps_groups else ("ready",)))
         self._ledger.assert_balanced()
 
     async def evaluate(self, step: int) -> Metrics:
@@ -182,8 +186,10 @@ class RolloutManager:
         assert self._eval_fn is not None
         output = await self._eval_fn(RolloutFnEvalInput(step, weight_version=self._version))
         for name, result in output.data.items():
-            self._write_rows(f"eval/{name}", step, [result["samples"]])
-        return dict(output.metrics or {})
+            self._write_rows(f"eval/{name}", step, [result.get("samples", [])])
+        if output.metrics is not None:
+            return dict(output.metrics)
+        return eval_metrics(output.data, self._args.eval_reward_key)
 
     async def set_weight_version(self, version: int) -> None:
         """The engines hold `version` now."""
@@ -208,6 +214,16 @@ class RolloutManager:
         else:
             source.load(self._last_step)
         self._ledger.load_state_dict(state["ledger"])
+        self._settle_buffer("partial", "ready")
+
+    @property
+    def _keeps_groups(self) -> bool:
+        """Whether the rollout function is the user's, which may keep groups from one step to the next."""
+        return self._config.rollout.function_path != RolloutConfig().function_path
+
+    def _settle_buffer(self, *states: LiveState) -> None:
+        hooks_decide = self._keeps_groups or self._config.data.buffer_filter_path is not None
+        settle_buffer(self._ledger, self._source, *states, reason="by_a_hook" if hooks_decide else None)
 
     def _write_rows(self, kind: str, step: int, groups: Sequence[Any]) -> None:
         folder = self._run_dir / kind

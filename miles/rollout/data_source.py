@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import xxhash
 
 from miles.core.ports import DataSource
 from miles.core.samples import Group, Sample
@@ -135,6 +138,7 @@ class RolloutDataSourceWithBuffer:
             "size": self.file.size,
             "digest": self.file.digest,
             "rows": len(self),
+            "lines": xxhash.xxh3_64_hexdigest(array("q", [row.line for row in self.file.rows]).tobytes()),
             "shuffle": self.shuffle,
             "seed": self.seed if self.shuffle else None,
         }
@@ -205,7 +209,8 @@ def _load_buffer_filter(path: str | None) -> Callable[..., Any] | None:
 
 def _identity_text(identity: Mapping[str, Any]) -> str:
     order = f"shuffled by seed {identity.get('seed')}" if identity.get("shuffle") else "in the file's order"
-    return f"{identity.get('size')} bytes, hash {identity.get('digest')}, {identity.get('rows')} usable rows, {order}"
+    rows = f"{identity.get('rows')} usable rows (hash of their lines {identity.get('lines')})"
+    return f"{identity.get('size')} bytes, hash {identity.get('digest')}, {rows}, {order}"
 
 
 __all__ = ["DataSource", "RolloutDataSourceWithBuffer"]

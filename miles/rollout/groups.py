@@ -32,7 +32,7 @@ def trajectories(group: Iterable[Any]) -> list[list[Sample]]:
     found: dict[tuple[str, int], list[Sample]] = {}
     for position, item in enumerate(group):
         for sample in flatten(item):
-            name = sample.trajectory
+            name = sample.trajectory if isinstance(item, Sample) else sample.rollout_id
             key = ("position", position) if name is None else ("name", name)
             found.setdefault(key, []).append(sample)
     return list(found.values())

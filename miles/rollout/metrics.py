@@ -100,10 +100,31 @@ def _mean(values: Iterable[bool]) -> float:
     return sum(found) / len(found)
 
 
+def eval_metrics(data: Mapping[str, Mapping[str, Any]], reward_key: str | None) -> dict[str, float]:
+    """Metrics of an evaluation function that returned results without any, from its `rewards` and `truncated`.
+
+    `eval/NAME` is the mean of the defined rewards, left out when there is none; `/unscored` counts the others.
+    """
+    metrics: dict[str, float] = {}
+    for name, result in data.items():
+        found = [_defined(reward, reward_key) for reward in result.get("rewards", [])]
+        scored = [reward for reward in found if reward is not None]
+        if scored:
+            metrics[f"eval/{name}"] = float(np.mean(scored))
+        metrics[f"eval/{name}/unscored"] = float(len(found) - len(scored))
+        if len(truncated := result.get("truncated", [])):
+            metrics[f"eval/{name}/truncated_ratio"] = _mean(map(bool, truncated))
+    return metrics
+
+
 def defined_reward(sample: Sample, reward_key: str | None) -> float | None:
     """The reward as a float, or None where there is no finite number."""
+    return _defined(sample.reward, reward_key)
+
+
+def _defined(reward: Any, reward_key: str | None) -> float | None:
     try:
-        return reward_value(sample.reward, reward_key)
+        return reward_value(reward, reward_key)
     except ValueError:
         return None
 

@@ -125,7 +125,11 @@ def _value(path: str, line: int, row: dict[str, Any], key: str, flag: str) -> An
     if key in row:
         return row[key]
     close = nearest(key, [(known, known) for known in row])
-    hint = f"did you mean {flag} {' or '.join(close)}?" if close else f"name one of them with {flag}"
+    hint = (
+        f"did you mean {flag} {' or '.join(close)}?"
+        if close
+        else f"give the row its {key!r}, or name one of them with {flag}"
+    )
     raise DataError(path, f"the row has no {key!r}, only {', '.join(map(repr, row)) or 'no key'}", hint, line=line)
 
 
@@ -161,7 +165,10 @@ def _tokenise(
     ids: dict[int, list[int]] = {}
     for kind in (False, True):
         chosen = [i for i, is_rendered in enumerate(rendered) if is_rendered is kind]
-        encoded = encode_texts(tokenizer, [texts[i] for i in chosen], rendered=kind)
+        try:
+            encoded = encode_texts(tokenizer, [texts[i] for i in chosen], rendered=kind)
+        except Exception as error:
+            raise _refused(path, [(rows[i], texts[i]) for i in chosen], kind, tokenizer) or error from error
         ids.update(zip(chosen, encoded, strict=True))
     for i, row in enumerate(rows):
         if _fits(path, row.line, len(ids[i]), format):
@@ -172,6 +179,21 @@ def _tokenise(
                 label=row.label,
                 metadata=row.metadata,
             )
+
+
+def _refused(
+    path: str, rows: Sequence[tuple[PromptRow, str]], rendered: bool, tokenizer: PreTrainedTokenizerBase
+) -> DataError | None:
+    """The error of the first row that the tokenizer cannot encode, such as one with a character it does not know."""
+    for row, text in rows:
+        try:
+            encode_texts(tokenizer, [text], rendered=rendered)
+        except Exception as error:  # noqa: BLE001 - tokenizers raises the bare class
+            problem = f"the tokenizer refuses the prompt {text!r:.80}: {error}"
+            return DataError(
+                path, problem, "mend the row, or use a tokenizer that knows its characters", line=row.line
+            )
+    return None
 
 
 def _render(path: str, row: PromptRow, format: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -133,21 +133,26 @@ def _has_log_probs(samples: list[Sample]) -> bool:
 
 
 def _group_ids(groups: Sequence[RolloutGroup]) -> tuple[list[int], list[int]]:
-    """Group and trajectory of each sample; positions stand for numbers that a data source did not set."""
+    """Group and trajectory of each sample; a group's position stands for a number that a data source did not set.
+
+    Trajectories are numbered within the batch: names that a hook gave need to differ within their own group only.
+    """
     group_B: list[int] = []
     trajectory_B: list[int] = []
+    count = 0
     for position, group in enumerate(groups):
-        names = {id(s): t for t, siblings in enumerate(trajectories(group)) for s in siblings}
         indices = {s.group_index for s in flatten(group)}
         if len(indices) > 1:
             raise TrainingError(
                 f"one group holds samples of the groups {sorted(map(str, indices))}; a group is the samples of one "
                 "prompt, so that their rewards can be compared"
             )
+        found = trajectories(group)
+        numbers = {id(s): count + t for t, siblings in enumerate(found) for s in siblings}
+        count += len(found)
         for sample in flatten(group):
             group_B.append(_number(sample.group_index, position))
-            trajectory = sample.trajectory
-            trajectory_B.append(names[id(sample)] if trajectory is None else trajectory)
+            trajectory_B.append(numbers[id(sample)])
     return group_B, trajectory_B
 
 

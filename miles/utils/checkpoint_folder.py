@@ -70,11 +70,7 @@ def writing(folder: str | Path, iteration: int) -> Iterator[Path]:
         yield draft
         (draft / MARKER).write_text(f"{iteration}\n")
         _sync_tree(draft)
-        replaced = root / f".{final.name}.{os.getpid()}.replaced"
-        if final.exists():
-            final.rename(replaced)
-        draft.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _put_in_place(draft, final)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -83,9 +79,31 @@ def writing(folder: str | Path, iteration: int) -> Iterator[Path]:
     tracker.replace(root / LATEST)
 
 
+def _put_in_place(draft: Path, final: Path) -> None:
+    """Give the complete `draft` its final name; a folder that has it already stays until then."""
+    replaced = final.with_name(f".{final.name}.{os.getpid()}.replaced")
+    if not final.exists():
+        draft.rename(final)
+        return
+    final.rename(replaced)
+    try:
+        draft.rename(final)
+    except OSError:
+        replaced.rename(final)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write `state.json`, versioned."""
-    (folder / STATE).write_text(json.dumps({"format": STATE_VERSION, **state}))
+    """Write `state.json`, versioned; raises CheckpointError when `state` holds what JSON cannot."""
+    try:
+        text = json.dumps({"format": STATE_VERSION, **state})
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(
+            f"{folder / STATE}: the run's state is no JSON: {e}\n    fix: state_dict() of your data source, and the samples "
+            "that hooks give back to it, may hold only what JSON can: numbers, texts, lists and objects"
+        ) from e
+    (folder / STATE).write_text(text)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

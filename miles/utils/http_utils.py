@@ -41,9 +41,6 @@ class HttpError(EngineError):
         self.status, self.body, self.url, self.retry_after_s = status, body, url, retry_after_s
         super().__init__(f"{url} answered {status}: {body[:_SHOWN_BODY_CHARS] or '(no text)'}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (HttpError, (self.status, self.body, self.url, self.retry_after_s))
-
 
 class TransportError(EngineError):
     """No answer came; `sent` tells whether the server may have received the request."""
@@ -52,9 +49,6 @@ class TransportError(EngineError):
         self.url, self.reason, self.sent = url, reason, sent
         state = "it may have been received" if sent else "it was not sent"
         super().__init__(f"no answer from {url} ({state}): {reason}; check that the server runs and its log")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (TransportError, (self.url, self.reason, self.sent))
 
 
 def describe(error: BaseException) -> str:

@@ -38,6 +38,12 @@ class Waits:
         """Waits that go on now, oldest first."""
         return sorted(self._open.values(), key=lambda w: w.since)
 
+    def describe(self) -> str:
+        """Who is waited for, for what and since when, one line a wait."""
+        now = time.monotonic()
+        lines = [f"  waiting for {w.owner}: {w.name}, {now - w.since:.0f} s so far" for w in self.open()]
+        return "\n".join(lines) or "  waiting for no other process"
+
     @contextmanager
     def _named(self, name: str, owner: str) -> Iterator[Wait]:
         key, self._next = self._next, self._next + 1

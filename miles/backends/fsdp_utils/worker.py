@@ -23,13 +23,13 @@ from miles.backends.fsdp_utils.checkpoint import load_trainer, save_trainer
 from miles.backends.fsdp_utils.hf_folder import write_model_folder
 from miles.backends.fsdp_utils.model import PolicyModel, hf_tensors, load_policy, shard
 from miles.backends.fsdp_utils.optimizer import ShardedAdamW
-from miles.backends.training_utils.advantages import grpo_advantages
+from miles.backends.training_utils.advantages import ADVANTAGES
 from miles.backends.training_utils.checks import check_batch, refuse_non_finite
 from miles.backends.training_utils.loss import build_loss, token_weights
 from miles.backends.training_utils.loss_hub.records import LossInputs
 from miles.backends.training_utils.lr_schedule import learning_rate
 from miles.backends.training_utils.metrics import StepMetrics, mean_over_steps
-from miles.backends.training_utils.packing import MicroBatch, PackedBatch
+from miles.backends.training_utils.packing import FlatBatch, MicroBatch
 from miles.backends.training_utils.parity import (
     ParityBounds,
     ParityReport,
@@ -118,7 +118,7 @@ class FsdpTrainWorker:
         ParityError when the engine's log-probs are not the trainer's.
         """
         started = time.perf_counter()
-        packed = PackedBatch.from_batch(batch)
+        packed = FlatBatch.from_batch(batch)
         check_batch(batch, packed, vocab_size=self.vocab_size, columns=self._needed_columns())
         trajectory_B = np.asarray(batch["trajectory"].values if "trajectory" in batch else np.arange(len(batch)))
         plans = plan_steps(
@@ -182,7 +182,7 @@ class FsdpTrainWorker:
         return ("reward", "rollout_log_probs") if self._config.parity.enabled else ("reward",)
 
     def _policy_columns(
-        self, batch: TrainBatch, packed: PackedBatch, parts: list[MicroBatch], step: int, metrics: dict[str, float]
+        self, batch: TrainBatch, packed: FlatBatch, parts: list[MicroBatch], step: int, metrics: dict[str, float]
     ) -> dict[str, Tensor]:
         """Advantages, old and reference log-probs on the response axis [R]; runs the parity gate."""
         started = time.perf_counter()
@@ -198,9 +198,10 @@ class FsdpTrainWorker:
             metrics["train/rollout_logprob_abs_diff_p99"] = report.p99
             metrics["train/rollout_logprob_abs_diff_max"] = report.max
         rewards_B = torch.tensor(np.asarray(batch["reward"].values), dtype=torch.float32)
+        advantages = ADVANTAGES[self._config.algorithm.advantage_estimator]
         columns = {
             "old_logprobs_N": old_R,
-            "advantages_N": grpo_advantages(rewards_B, torch.from_numpy(packed.sample_of_R)),
+            "advantages_N": advantages(rewards_B, torch.from_numpy(packed.sample_of_R)),
         }
         if self._reference is not None:
             started = time.perf_counter()
@@ -258,7 +259,7 @@ class FsdpTrainWorker:
 
     # Parity
 
-    def _parity_gate(self, batch: TrainBatch, packed: PackedBatch, old_R: Tensor, step: int) -> ParityReport:
+    def _parity_gate(self, batch: TrainBatch, packed: FlatBatch, old_R: Tensor, step: int) -> ParityReport:
         bounds = ParityBounds(self._config.parity.max_mean_diff, self._config.parity.max_p99_diff)
         engine_R = np.asarray(batch["rollout_log_probs"].values)
         sample_R = packed.sample_of_R
@@ -294,7 +295,7 @@ class FsdpTrainWorker:
     @torch.no_grad()
     def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
         """Log-probabilities of tokens 1..T-1 of each sequence under softmax(logits / temperature)."""
-        packed = PackedBatch.from_sequences(sequences)
+        packed = FlatBatch.from_sequences(sequences)
         logprobs_R = torch.zeros(len(packed.mask_R))
         for samples in split_into_micro_batches(
             np.flatnonzero(packed.trainable_B), packed.total_lengths_B, self._config.train.max_tokens_per_gpu

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 
@@ -13,3 +15,7 @@ def grpo_advantages(rewards_B: Tensor, sample_of_R: Tensor) -> Tensor:
     `rewards_B` [B] is normalised within groups already; `sample_of_R` [R] says which sample a token belongs to. Returns [R].
     """
     return rewards_B[sample_of_R]
+
+
+ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": grpo_advantages}
+"""Name of `--advantage-estimator` -> function of rewards [B] and samples of tokens [R] that returns advantages [R]."""

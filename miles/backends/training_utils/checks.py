@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from miles.backends.training_utils.packing import PackedBatch, name_samples
+from miles.backends.training_utils.packing import FlatBatch, name_samples
 from miles.core.train_batch import TrainBatch
 from miles.errors import TrainingError
 
 
-def check_batch(batch: TrainBatch, packed: PackedBatch, *, vocab_size: int, columns: tuple[str, ...]) -> None:
+def check_batch(batch: TrainBatch, packed: FlatBatch, *, vocab_size: int, columns: tuple[str, ...]) -> None:
     """Raise TrainingError when a column is missing, a token id is outside the vocabulary, or a value is NaN or inf.
 
     Values at masked response tokens are not read, so they may be anything.

@@ -31,7 +31,7 @@ class MicroBatch:
     """Where each predicted token is on the batch's response axis [R]."""
 
 
-class PackedBatch:
+class FlatBatch:
     """Tokens and masks of a batch, ready to be cut into micro-batches.
 
     Only trainable response tokens (mask not 0) are predicted.
@@ -66,7 +66,7 @@ class PackedBatch:
             )
 
     @classmethod
-    def from_batch(cls, batch: TrainBatch) -> PackedBatch:
+    def from_batch(cls, batch: TrainBatch) -> FlatBatch:
         """Of a train batch; `sample_index` names the samples in errors."""
         index = batch["sample_index"].values if "sample_index" in batch else range(len(batch))
         return cls(
@@ -78,7 +78,7 @@ class PackedBatch:
         )
 
     @classmethod
-    def from_sequences(cls, sequences: Sequence[Sequence[int]]) -> PackedBatch:
+    def from_sequences(cls, sequences: Sequence[Sequence[int]]) -> FlatBatch:
         """Of bare token sequences, of which every token but the first is predicted."""
         lengths = np.asarray([len(s) for s in sequences], dtype=np.int64)
         tokens = np.concatenate([np.zeros(0, dtype=np.int64), *(np.asarray(s, dtype=np.int64) for s in sequences)])

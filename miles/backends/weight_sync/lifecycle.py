@@ -10,8 +10,11 @@ from miles.backends.weight_sync.records import SentWeights
 from miles.core.run_facts import EngineEndpoint, RouterEndpoint
 from miles.errors import MilesError, WeightSyncError
 from miles.utils.http_utils import get, post
+from miles.utils.waits import Waits
 
 DRAIN_TIMEOUT_S = 600.0
+CLEANUP_TIMEOUT_S = 60.0
+"""Seconds the router may take for the last calls of an update."""
 Send = Callable[[], Awaitable[SentWeights]]
 Prove = Callable[[SentWeights], Awaitable[None]]
 
@@ -27,7 +30,7 @@ async def control(endpoint: EngineEndpoint | RouterEndpoint, route: str, body: A
 
 
 async def drained_update(
-    router: RouterEndpoint, engines: Sequence[EngineEndpoint], send: Send, prove: Prove
+    router: RouterEndpoint, engines: Sequence[EngineEndpoint], send: Send, prove: Prove, waits: Waits
 ) -> SentWeights:
     """Update all engines in `drain` mode.
 
@@ -35,30 +38,35 @@ async def drained_update(
     engines flush, take the buckets, and are proven before dispatch goes on. When anything fails, the engines leave the
     router, so that none serves half an update, and the error rises.
     """
-    await control(router, "hold")
+    await waits.on("router", "hold dispatch", control(router, "hold"))
     try:
-        await asyncio.gather(*(control(e, "abort_request", {"abort_all": True}) for e in engines))
-        await get(
+        aborts = [control(e, "abort_request", {"abort_all": True}) for e in engines]
+        await waits.on("engines", "abort what is in flight", asyncio.gather(*aborts))
+        idle = get(
             f"{router.url}/wait_idle?timeout_s={DRAIN_TIMEOUT_S:.0f}",
             headers=auth(router),
             timeout_s=DRAIN_TIMEOUT_S + 10,
         )
-        await asyncio.gather(*(control(e, "flush_cache") for e in engines))
+        await waits.on("router", "requests in flight to end", idle)
+        flushes = [control(e, "flush_cache") for e in engines]
+        await waits.on("engines", "flush their caches", asyncio.gather(*flushes))
         sent = await send()
-        await prove(sent)
-    except BaseException:
-        await asyncio.gather(
-            *(control(router, "remove_worker", {"url": e.url}) for e in engines), return_exceptions=True
-        )
+        await waits.on("engines", f"prove weights {sent.version}", prove(sent))
+    except BaseException as error:
+        leaving = [control(router, "remove_worker", {"url": e.url}) for e in engines]
+        try:
+            await waits.on("router", "remove the engines", asyncio.gather(*leaving), deadline_s=CLEANUP_TIMEOUT_S)
+            await _release(router, waits)
+        except MilesError as second:
+            error.add_note(f"and the engines could not be taken out of the router: {second}")
         raise
-    finally:
-        await _release(router)
+    await _release(router, waits)
     return sent
 
 
-async def _release(router: RouterEndpoint) -> None:
+async def _release(router: RouterEndpoint, waits: Waits) -> None:
     try:
-        await control(router, "release")
+        await waits.on("router", "release dispatch", control(router, "release"), deadline_s=CLEANUP_TIMEOUT_S)
     except MilesError as e:
         raise WeightSyncError(f"the router did not release dispatch after a weight update: {e}") from e
 

@@ -10,6 +10,7 @@ from miles.backends.weight_sync.records import SentWeights, WeightSource
 from miles.core.ports import Metrics, Placement, Tracker
 from miles.core.run_facts import EngineEndpoint, RouterEndpoint
 from miles.errors import WeightSyncError
+from miles.utils.waits import Waits
 
 
 class Publisher:
@@ -27,13 +28,14 @@ class Publisher:
         placement: Placement,
         on_version: Callable[[int], Awaitable[None]],
         tracker: Tracker,
+        waits: Waits,
         *,
         version: int,
         verify: bool,
         probe_interval: int,
     ) -> None:
         self._source, self._router, self._engines, self._placement = source, router, list(engines), placement
-        self._on_version, self._tracker = on_version, tracker
+        self._on_version, self._tracker, self._waits = on_version, tracker, waits
         self._verify, self._probe_interval = verify, probe_interval
         self._version = version
         self._published = 0
@@ -53,7 +55,11 @@ class Publisher:
         version = self._version + 1
         async with self._placement.for_weight_sync():
             sent = await lifecycle.drained_update(
-                self._router, self._engines, lambda: self._source.send_weights(self._engines, version), self._prove
+                self._router,
+                self._engines,
+                lambda: self._source.send_weights(self._engines, version),
+                self._prove,
+                self._waits,
             )
         self._version, self._checksums = version, dict(sent.checksums)
         await self._on_version(version)

@@ -22,7 +22,6 @@ from miles.rollout.base_types import (
 )
 
 GenerateFn = Callable[[GenerateFnInput], Awaitable[GenerateFnOutput]]
-RolloutFnOutput = RolloutFnTrainOutput | RolloutFnEvalOutput
 
 
 class RolloutFnAdapter:

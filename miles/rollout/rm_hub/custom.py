@@ -65,7 +65,8 @@ class CustomReward:
         slot = _Slot(self._slots)
 
         def run() -> None:
-            slot.acquire()
+            if not slot.acquire():
+                return
             try:
                 _tell(loop, started, None)
                 _tell(loop, result, self._function(args, subject))
@@ -75,12 +76,15 @@ class CustomReward:
                 slot.release()
 
         threading.Thread(target=run, name=f"reward {self.path}", daemon=True).start()
-        await started
-        await asyncio.wait({result}, timeout=self.timeout_s)
-        if not result.done():
+        try:
+            await started
+            await asyncio.wait({result}, timeout=self.timeout_s)
+            if not result.done():
+                raise self._too_long(name, "its thread may still be running; make it an async function to have it end")
+            return result.result()
+        finally:
             slot.release()
-            raise self._too_long(name, "its thread may still be running; make it an async function to have it end")
-        return result.result()
+            result.cancel()
 
     def _too_long(self, name: str, after: str) -> HookError:
         self.num_timeouts += 1
@@ -92,20 +96,25 @@ class CustomReward:
 
 
 class _Slot:
-    """One place of a semaphore, given back once however often `release` is called."""
+    """One place of a semaphore, given back once however often `release` is called, and never taken after that."""
 
     def __init__(self, semaphore: threading.Semaphore) -> None:
         self._semaphore = semaphore
         self._lock = threading.Lock()
-        self._held = False
+        self._held = self._over = False
 
-    def acquire(self) -> None:
+    def acquire(self) -> bool:
+        """Wait for the place; False when it was released meanwhile: nobody wants it any more."""
         self._semaphore.acquire()
-        self._held = True
+        with self._lock:
+            self._held = not self._over
+        if not self._held:
+            self._semaphore.release()
+        return self._held
 
     def release(self) -> None:
         with self._lock:
-            held, self._held = self._held, False
+            held, self._held, self._over = self._held, False, True
         if held:
             self._semaphore.release()
 

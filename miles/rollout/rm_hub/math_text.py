@@ -34,13 +34,19 @@ class PlainNumber:
 
 def last_boxed(text: str) -> str | None:
     r"""Content of the last complete `\boxed{...}`; None without one. Braces are matched, escaped ones do not count."""
-    for start in reversed([match.end() for match in _BOX.finditer(text)]):
-        depth = 1
-        for brace in _BRACES.finditer(text, start):
-            depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-            if depth == 0:
-                return text[start : brace.start()]
-    return None
+    boxes = {match.end() for match in _BOX.finditer(text)}
+    if not boxes:
+        return None
+    found: tuple[int, int] | None = None
+    opened: list[int] = []
+    for brace in _BRACES.finditer(text, min(boxes) - 1):
+        if brace.group() == "{":
+            opened.append(brace.end())
+        elif brace.group() == "}" and opened:
+            start = opened.pop()
+            if start in boxes and (found is None or start > found[0]):
+                found = (start, brace.start())
+    return None if found is None else text[slice(*found)]
 
 
 def without_emphasis(text: str) -> str:

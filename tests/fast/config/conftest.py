@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+"""A safetensors file without tensors."""
 MODEL_CONFIG = {"model_type": "qwen3", "max_position_embeddings": 512}
 
 
@@ -14,7 +16,7 @@ class RunFiles:
         self.model = root / "model"
         self.model.mkdir()
         (self.model / "config.json").write_text(json.dumps(MODEL_CONFIG))
-        (self.model / "model.safetensors").write_bytes(b"weights")
+        (self.model / "model.safetensors").write_bytes(NO_TENSORS)
         (self.model / "tokenizer.json").write_text("{}")
         self.prompts = root / "train.jsonl"
         self.prompts.write_text('{"input": "1 + 1", "label": "2"}\n')

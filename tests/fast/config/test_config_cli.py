@@ -125,6 +125,21 @@ def test_fresh_interpreter_reports_problems_without_a_traceback():
     assert "Traceback" not in done.stderr
 
 
+def test_no_arguments_at_all_are_told_how_to_begin(capsys):
+    code, out, err = ended(capsys, [])
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: train.py [recipe.yaml ...] [--flag value ...]\n`--help` lists every setting")
+    assert "\n\n4 problems in this configuration\n" in err
+
+
+@pytest.mark.parametrize(("argv", "status"), [(["train", "--bogus"], 2), ([], 2), (["trian"], 2), (["--help"], 0)])
+def test_the_module_of_the_console_script_runs_as_the_script_does(argv, status):
+    command = [sys.executable, "-m", "miles.cli", *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert ("--bogus: no such flag" if "--bogus" in argv else "usage: miles VERB") in done.stdout + done.stderr
+
+
 def test_reference_page_is_up_to_date():
     assert PAGE.read_text(encoding="utf-8") == docs_page(), "run: python -m miles.config.docs"
 

@@ -1,5 +1,6 @@
 import json
 import os
+import socket
 
 import pytest
 
@@ -9,6 +10,7 @@ from miles.config.resources import machine_cores, num_engines, resolved_num_cpus
 from miles.config.schema import ClusterConfig, RunConfig
 from miles.utils.checkpoint_folder import writing
 
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 SFT = ["--loss-type", "sft_loss", "--rollout-function-path", "miles.rollout.sft_rollout.generate_rollout"]
 
 
@@ -88,8 +90,44 @@ def test_missing_weight_files_of_an_index_are_counted(files):
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (files.model / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "1 of 2 weight files are missing: model-2.safetensors -> fetch the model again" in only(files.argv())
-    (files.model / "model-2.safetensors").write_bytes(b"")
+    (files.model / "model-2.safetensors").write_bytes(NO_TENSORS)
     assert problems(files.argv()) == []
+
+
+def weights_file(header: str, data: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header.encode() + data
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is damaged: it ends within its header, after 0 bytes"),
+        (weights_file('{"w": {"data_offsets": [0, 8]}}', b"")[:20], "ends within its header, after 20 bytes"),
+        (
+            weights_file('{"__metadata__": {}, "w": {"data_offsets": [0, 8]}}', b"1234"),
+            "is damaged: it has 63 bytes, and its header promises 67",
+        ),
+        (weights_file("{nothing}", b""), "is no safetensors file: its header cannot be read"),
+        (b"version https://git-lfs.github.com/spec/v1", "ends within its header, after 42 bytes"),
+    ],
+)
+def test_a_damaged_weight_file_is_seen_before_anything_starts(files, content, problem):
+    (files.model / "model.safetensors").write_bytes(content)
+    found = only(files.argv())
+    assert found.startswith(f"model.hf_checkpoint: {files.model / 'model.safetensors'} ")
+    assert problem in found
+
+
+def test_a_weight_file_as_the_library_writes_it_passes(files):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.zeros(3, 5), "b": torch.zeros(0)}, files.model / "model.safetensors", {"format": "pt"})
+    assert problems(files.argv()) == []
+
+
+def test_rows_of_a_file_that_are_named_wrongly_get_the_form(files):
+    assert only(files.argv("--prompt-data", f"{files.prompts}@[2]")).endswith("take rows a to b with FILE@[a:b]")
 
 
 def test_reference_model_needs_no_tokenizer_but_weights(files):
@@ -99,7 +137,7 @@ def test_reference_model_needs_no_tokenizer_but_weights(files):
     assert only(files.argv("--ref-load", str(reference))).startswith(
         f"model.ref_load: {reference} has no *.safetensors"
     )
-    (reference / "model.safetensors").write_bytes(b"")
+    (reference / "model.safetensors").write_bytes(NO_TENSORS)
     assert problems(files.argv("--ref-load", str(reference))) == []
     assert "model.ref_load: " in only(files.argv("--ref-load", str(files.root / "none")))
 
@@ -175,6 +213,16 @@ def test_more_processes_than_ray_may_place(files):
         "-> --num-cpus 5, or fewer --train-ranks or --rollout-engines"
     )
     assert problems(files.argv("--train-ranks", "2", "--rollout-engines", "2", "--num-cpus", "4")) == []
+
+
+def test_a_port_in_use_is_seen_before_anything_starts(files):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert only(files.argv("--router-port", port)) == (
+            f"router.port: port {port} of 127.0.0.1 is in use -> --router-port with another port, or 0 for a free one"
+        )
+        assert problems(files.argv("--router-port", port, *SFT)) == []
+    assert problems(files.argv("--router-port", port)) == []
 
 
 def test_engines_take_no_place_when_nothing_generates(files):

@@ -250,6 +250,8 @@ def test_the_example_of_every_contract_fits_it(hooks):
         ("no_such_package.reward", "there is no module no_such_package"),
         ("reward", "is not an import path\n    fix: write package.module.function"),
         ("my_hooks.good:reward", "is not an import path"),
+        ("my_rewards.py", "is the name of a file, not an import path\n    fix: write my_rewards.FUNCTION"),
+        ("./my_hooks/good.py:reward", "not an import path\n    fix: write my_hooks.good.reward"),
         ("my_hooks.good.rewrad", "my_hooks.good has no attribute 'rewrad'\n    fix: did you mean reward?"),
         ("my_hooks.good.Outer.Iner", "Outer has no attribute 'Iner'\n    fix: did you mean Inner?"),
         ("my_hooks.good.number", "is int 3, which cannot be called"),
@@ -259,6 +261,16 @@ def test_a_path_that_names_nothing_says_so(hooks, path, message):
     with pytest.raises(HookError) as caught:
         load_function(path)
     assert message in str(caught.value)
+
+
+def test_a_module_of_the_working_directory_is_found_though_the_script_lies_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "rewards_beside_me.py").write_text("async def score(args, sample): return 1.0\n")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    with pytest.raises(HookError, match="there is no module rewards_beside_me"):
+        load_function("rewards_beside_me.score")
+    monkeypatch.chdir(tmp_path)
+    assert is_async(load_function("rewards_beside_me.score"))
+    monkeypatch.delitem(sys.modules, "rewards_beside_me")
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,14 @@ def test_a_state_of_another_order_or_another_number_of_rows_is_refused(make):
         make(5).load_state_dict({**state, "version": 9})
 
 
+def test_a_state_of_other_rows_of_the_same_file_is_refused_though_they_are_as_many(write, make_args):
+    path = write(rows(6))
+    state = RolloutDataSourceWithBuffer(make_args(f"{path}@[0:3]")).state_dict()
+    with pytest.raises(DataError, match="the checkpoint was made with"):
+        RolloutDataSourceWithBuffer(make_args(f"{path}@[3:6]")).load_state_dict(state)
+    RolloutDataSourceWithBuffer(make_args(f"{path}@[:-3]")).load_state_dict(state)
+
+
 def test_the_same_file_in_another_place_is_accepted(make, write, make_args):
     source = make(5)
     source.get_samples(3)

@@ -1,6 +1,8 @@
 import time
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from miles.errors import DataError
 from miles.rollout.prompts import PromptFormat, load_prompts
@@ -30,7 +32,9 @@ def test_a_missing_key_names_the_keys_of_the_row_and_the_nearest(write):
     assert str(error_of(path)).startswith(f"{path}:2: the row has no 'input', only 'inputs', 'label'")
     assert "did you mean --input-key inputs?" in str(error_of(path))
     assert "did you mean --label-key label?" in str(error_of(path, label_key="labl"))
-    assert "name one of them with --input-key" in str(error_of(path, input_key="zzzzzzz"))
+    assert "give the row its 'zzzzzzz', or name one of them with --input-key" in str(
+        error_of(path, input_key="zzzzzzz")
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,15 @@ def test_a_row_that_the_template_refuses_is_named(write, tokenizer, monkeypatch)
     error = error_of(write([{"input": HI}, {"input": [{"role": "system", "content": "s"}]}]), tokenizer)
     assert error.line == 2
     assert "the chat template refuses these messages: no" in str(error)
+
+
+def test_a_character_that_the_tokenizer_does_not_know_stops_with_its_line(write):
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    error = error_of(write([{"input": "ab"}, {"input": "aé"}]), PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert error.line == 2
+    assert "the tokenizer refuses the prompt 'aé': " in str(error)
+    assert "fix: mend the row, or use a tokenizer that knows its characters" in str(error)
 
 
 def test_long_prompts_are_dropped_counted_and_logged(write, tokenizer, caplog):

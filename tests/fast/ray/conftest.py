@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -42,9 +41,6 @@ class TrainProcess:
             text=True,
             start_new_session=True,
         )
-
-    def interrupt(self) -> None:
-        self.process.send_signal(signal.SIGINT)
 
     def end(self, timeout_s: float = 240) -> Outcome:
         try:

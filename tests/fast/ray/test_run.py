@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import socket
 import time
 
@@ -49,6 +50,7 @@ def test_a_run_learns_evaluates_saves_and_resumes_and_leaves_no_process(task, fl
     assert all(r["train/rollout_logprob_abs_diff_mean"] < 1e-4 for r in steps)
     assert [r["rollout/published_version"] for r in rows if "rollout/published_version" in r] == [2.0, 3.0]
     assert [r["step"] for r in rows if "eval/held" in r] == [-1, 1]
+    assert [r["rollout/dropped_prompts"] for r in steps] == [0.0, 0.0]
     for name in ("resolved.yaml", "events.jsonl", "curve.png", "tensorboard", "logs/engine-0.log", "logs/router.log"):
         assert (run / name).exists(), name
     samples = [json.loads(line) for line in (run / "rollouts" / "0000001.jsonl").read_text().splitlines()]
@@ -79,16 +81,24 @@ def test_a_reward_that_raises_ends_the_run_with_its_name_and_leaves_no_process(f
     assert ended.left_behind == []
 
 
-def test_ctrl_c_ends_every_process(flags):
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_run_ends_every_process(flags, tmp_path, how):
     train = TrainProcess(*flags, "--num-rollout", "1000", "--custom-rm-path", here("slow_reward"))
     for line in train.process.stdout:
         if line.startswith("step"):
             break
-    train.interrupt()
+    train.process.send_signal(signal.SIGUSR1)
+    for line in train.process.stdout:
+        if "waiting for" in line:
+            break
+    train.process.send_signal(getattr(signal, how))
     ended = train.end(timeout_s=60)
     assert ended.status == 130, ended.err
     assert "interrupted" in ended.err
+    assert "Traceback" not in ended.err
     assert ended.left_behind == []
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert (events[-1]["event"], events[-1]["reason"]) == ("end", "interrupted")
 
 
 @pytest.mark.parametrize("fault", ["port", "row", "hook"])

@@ -32,6 +32,12 @@ def grade(grader, response, label):
         (r"First guess \boxed{840}; a check follows. **Final Answer** \boxed{840}", "840", 1),
         (r"So \boxed{004} is correct. **Final Answer** \boxed{004}", "4", 1),
         (r"\boxed{840} ... \boxed{840}", "840840", 0),
+        # the last of several different ones counts, with or without thinking before it
+        (r"The sum is 3+4. Thus \boxed{7}", "7", 1),
+        (r"<think>perhaps \boxed{3}</think> no: \boxed{7}", "7", 1),
+        (r"<think>perhaps \boxed{3}</think> no: \boxed{7}", "3", 0),
+        (r"draft \boxed{1} ### answer \boxed{2} ### answer \boxed{42}", "42", 1),
+        (r"draft \boxed{1} ### answer \boxed{2} ### answer \boxed{42}", "2", 0),
         # markdown around the final number
         (BOLD, "73", 1),
         (BOLD, "234", 0),

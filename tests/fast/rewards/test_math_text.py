@@ -1,3 +1,4 @@
+import time
 from fractions import Fraction
 
 import pytest
@@ -32,6 +33,13 @@ def test_the_last_complete_box_is_found_by_its_braces(text, box):
 def test_paired_emphasis_is_removed_and_powers_stay():
     assert without_emphasis("so **73** and __x__") == "so 73 and x"
     assert without_emphasis("2**3 + 4") == "2**3 + 4"
+
+
+def test_a_response_that_repeats_an_open_box_takes_no_time():
+    started = time.perf_counter()
+    assert last_boxed(r"\boxed{" * 20_000) is None
+    assert last_boxed(r"\boxed{7} " + r"\boxed{" * 20_000) == "7"
+    assert time.perf_counter() - started < 1
 
 
 def test_only_a_short_line_without_words_is_a_bare_expression():

@@ -247,6 +247,20 @@ def test_a_plain_function_that_hangs_neither_stops_the_loop_nor_keeps_its_place(
     assert ticks > 5
 
 
+def test_calls_that_were_cancelled_keep_no_place_and_waiting_ones_do_not_start(make_hub):
+    hub = make_hub("blocks", reward_timeout_s=30)
+
+    async def run():
+        jobs = [asyncio.ensure_future(hub.grade(sample(index=0))) for _ in range(12)]
+        await asyncio.sleep(0.1)
+        for job in jobs:
+            job.cancel()
+        await asyncio.wait(jobs)
+        return await asyncio.wait_for(hub.grade(sample(index=1)), 1)
+
+    assert asyncio.run(run()) == 1.0
+
+
 def test_a_group_function_gets_the_group_and_returns_one_reward_each(make_hub):
     group = [sample(index=4), sample(index=5)]
     assert asyncio.run(make_hub("per_group", group_rm=True).grade_group(group)) == [4.0, 5.0]

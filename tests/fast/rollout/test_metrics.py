@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from miles.core.samples import Sample
-from miles.rollout.metrics import dump_rows, finite_only, is_repetitive, pass_at_k, rollout_metrics
+from miles.rollout.metrics import dump_rows, eval_metrics, finite_only, is_repetitive, pass_at_k, rollout_metrics
 
 
 def make_sample(index, group, reward, length=4, status=Sample.Status.COMPLETED, version="1"):
@@ -107,3 +107,19 @@ def test_rows_are_valid_json_with_what_a_reader_wants():
     assert (rows[0]["prompt_length"], rows[0]["response_length"]) == (2, 4)
     assert rows[0]["weight_versions"] == ["1"]
     assert rows[1]["prompt"] == "user: hi"
+
+
+def test_results_of_an_evaluation_function_without_metrics_give_mean_and_truncation():
+    results = {
+        "held": {"rewards": [1.0, 0.0, None, float("nan")], "truncated": [True, False, False, False]},
+        "objects": {"rewards": [{"score": 0.5}]},
+        "nothing": {},
+    }
+    assert eval_metrics(results, "score") == {
+        "eval/held": 0.5,
+        "eval/held/unscored": 2.0,
+        "eval/held/truncated_ratio": 0.25,
+        "eval/objects": 0.5,
+        "eval/objects/unscored": 0.0,
+        "eval/nothing/unscored": 0.0,
+    }

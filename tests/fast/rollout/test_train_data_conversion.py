@@ -126,6 +126,20 @@ def test_fragments_of_one_trajectory_keep_their_trajectory_and_share_the_reward(
     assert batch["reward"].values.tolist() == [0.5, 0.5, -0.5]
 
 
+def test_trajectory_names_need_to_differ_within_their_group_only():
+    unnumbered = [[make_sample(None, None), make_sample(None, None)] for _ in range(2)]
+    assert to_train_batch(unnumbered)["trajectory"].values.tolist() == [0, 1, 2, 3]
+    named_alike = [[make_sample(0, 0, rollout_id=0)], [make_sample(1, 1, rollout_id=0)]]
+    assert to_train_batch(named_alike)["trajectory"].values.tolist() == [0, 1]
+
+
+def test_a_nested_list_is_one_trajectory_also_when_its_samples_have_numbers_of_their_own():
+    group = [[make_sample(0, 0, 1.0), make_sample(1, 0, 1.0)], make_sample(2, 0, 0.0)]
+    batch = to_train_batch([group], normalize_std=False)
+    assert batch["trajectory"].values.tolist() == [0, 0, 1]
+    assert batch["reward"].values.tolist() == [0.5, 0.5, -0.5]
+
+
 def test_fragments_with_different_rewards_are_an_error():
     fragments = [make_sample(0, 0, 1.0, rollout_id=0), make_sample(0, 0, 0.0, rollout_id=0)]
     with pytest.raises(TrainingError, match="form one trajectory but have the rewards"):

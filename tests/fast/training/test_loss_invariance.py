@@ -9,7 +9,7 @@ from miles.backends.training_utils.log_probs import token_log_probs
 from miles.backends.training_utils.loss import build_loss, token_weights
 from miles.backends.training_utils.loss_hub.records import LossInputs
 from miles.backends.training_utils.metrics import StepMetrics
-from miles.backends.training_utils.packing import PackedBatch
+from miles.backends.training_utils.packing import FlatBatch
 from miles.backends.training_utils.schedule import plan_steps
 from miles.config.schema import AlgorithmConfig
 
@@ -49,7 +49,7 @@ def run(samples, algorithm, *, max_tokens=10**6, ranks=1):
     head = torch.randn(V, D, generator=generator, dtype=torch.float64, requires_grad=True)
     total = np.array([len(s["tokens"]) for s in samples])
     response = np.array([len(s["mask"]) for s in samples])
-    packed = PackedBatch(
+    packed = FlatBatch(
         np.concatenate([s["tokens"] for s in samples]),
         total,
         response,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from miles.backends.training_utils.checks import check_batch
-from miles.backends.training_utils.packing import PackedBatch
+from miles.backends.training_utils.packing import FlatBatch
 from miles.core.train_batch import Column, TrainBatch
 from miles.errors import TrainingError
 
@@ -19,7 +19,7 @@ def make_batch(tokens, masks, **columns):
 
 
 def test_a_token_is_predicted_from_the_place_before_it():
-    packed = PackedBatch.from_batch(make_batch([[5, 6, 7, 8]], [[1, 1]]))
+    packed = FlatBatch.from_batch(make_batch([[5, 6, 7, 8]], [[1, 1]]))
     part = packed.micro_batch(np.array([0]))
     assert part.input_ids_BT.tolist() == [[5, 6, 7]]
     assert part.positions_N.tolist() == [1, 2]
@@ -28,7 +28,7 @@ def test_a_token_is_predicted_from_the_place_before_it():
 
 
 def test_rows_are_padded_on_the_right_and_masked_tokens_left_out():
-    packed = PackedBatch.from_batch(make_batch([[1, 2], [3, 4, 5, 6, 7], [8, 9, 1]], [[1], [1, 0, 1], [1, 1]]))
+    packed = FlatBatch.from_batch(make_batch([[1, 2], [3, 4, 5, 6, 7], [8, 9, 1]], [[1], [1, 0, 1], [1, 1]]))
     part = packed.micro_batch(np.array([1, 2]))
     assert part.input_ids_BT.tolist() == [[3, 4, 5, 6], [8, 9, 0, 0]]
     assert part.targets_N.tolist() == [5, 7, 9, 1]
@@ -38,26 +38,26 @@ def test_rows_are_padded_on_the_right_and_masked_tokens_left_out():
 
 
 def test_a_micro_batch_of_no_sample_predicts_nothing_but_can_run():
-    part = PackedBatch.from_batch(make_batch([[1, 2]], [[1]])).micro_batch(np.zeros(0, dtype=np.int64))
+    part = FlatBatch.from_batch(make_batch([[1, 2]], [[1]])).micro_batch(np.zeros(0, dtype=np.int64))
     assert part.input_ids_BT.shape == (1, 1)
     assert part.targets_N.tolist() == []
 
 
 def test_sequences_are_predicted_from_their_second_token_on():
-    packed = PackedBatch.from_sequences([[4, 5, 6], [7], [8, 9]])
+    packed = FlatBatch.from_sequences([[4, 5, 6], [7], [8, 9]])
     assert packed.trainable_B.tolist() == [True, False, True]
     assert packed.micro_batch(np.array([0, 2])).targets_N.tolist() == [5, 6, 9]
 
 
 def test_training_on_the_first_token_is_refused_unless_it_is_masked():
     with pytest.raises(TrainingError, match=r"first token.*samples 101\n    fix"):
-        PackedBatch.from_batch(make_batch([[1, 2], [3, 4]], [[1], [1, 1]]))
-    packed = PackedBatch.from_batch(make_batch([[3, 4]], [[0, 1]]))
+        FlatBatch.from_batch(make_batch([[1, 2], [3, 4]], [[1], [1, 1]]))
+    packed = FlatBatch.from_batch(make_batch([[3, 4]], [[0, 1]]))
     assert packed.micro_batch(np.array([0])).targets_N.tolist() == [4]
 
 
 def check(batch, *columns):
-    check_batch(batch, PackedBatch.from_batch(batch), vocab_size=10, columns=columns)
+    check_batch(batch, FlatBatch.from_batch(batch), vocab_size=10, columns=columns)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

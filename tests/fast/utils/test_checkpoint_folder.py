@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from miles.errors import CheckpointError
@@ -48,11 +50,32 @@ def test_saving_an_iteration_again_replaces_it(tmp_path):
     assert ckpt.read_state(ckpt.resolve(tmp_path)) == {"note": "new"}
 
 
+def test_a_replacement_that_fails_keeps_the_checkpoint_that_was_there(tmp_path, monkeypatch):
+    save(tmp_path, 3, note="old")
+    rename = Path.rename
+
+    def full(self, target):
+        if self.name.endswith(".partial"):
+            raise OSError("disk full")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="disk full"):
+        save(tmp_path, 3, note="new")
+    assert ckpt.read_state(ckpt.resolve(tmp_path)) == {"note": "old"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000003", ckpt.LATEST]
+
+
 @pytest.mark.parametrize(("text", "told"), [("{", "unreadable"), ('{"format": 99}', "another version")])
 def test_a_state_that_cannot_be_read_is_an_error(tmp_path, text, told):
     (tmp_path / ckpt.STATE).write_text(text)
     with pytest.raises(CheckpointError, match=told):
         ckpt.read_state(tmp_path)
+
+
+def test_a_state_that_json_cannot_hold_is_an_error_that_names_who_may_have_made_it(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no JSON.*set.*\n.*state_dict\(\) of your data source"):
+        ckpt.write_state(tmp_path, {"rollout": {"data_source": {"seen": {1, 2}}}})
 
 
 def test_a_folder_without_checkpoints_says_what_to_pass(tmp_path):

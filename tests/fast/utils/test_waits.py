@@ -48,3 +48,20 @@ def test_an_error_of_what_is_waited_for_rises_unchanged():
 
     with pytest.raises(KeyError, match="inner"):
         asyncio.run(Waits(report_s=1, deadline_s=1, report=print).on("x", "y", fail()))
+
+
+def test_the_waits_of_now_are_told_one_a_line_oldest_first():
+    waits = Waits(report_s=5, deadline_s=5, report=print)
+
+    async def two():
+        jobs = [asyncio.ensure_future(waits.on("engine", what, asyncio.sleep(0.05))) for what in ("start", "flush")]
+        await asyncio.sleep(0.01)
+        told = waits.describe()
+        await asyncio.gather(*jobs)
+        return told
+
+    assert asyncio.run(two()).splitlines() == [
+        "  waiting for engine: start, 0 s so far",
+        "  waiting for engine: flush, 0 s so far",
+    ]
+    assert waits.describe() == "  waiting for no other process"

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,9 +15,10 @@ from miles.backends.weight_sync import tensor
 from miles.backends.weight_sync.probes import check_probes, probe_sequences
 from miles.backends.weight_sync.publisher import Publisher
 from miles.core.run_facts import EngineEndpoint, RouterEndpoint
-from miles.errors import ParityError, WeightSyncError
+from miles.errors import ParityError, StalledError, WeightSyncError
 from miles.utils import http_utils
 from miles.utils.process import ServerProcess
+from miles.utils.waits import Waits
 from tests.fast.torch_engine.support import make_model, reference_logprobs
 
 torch.set_num_threads(1)
@@ -129,8 +130,9 @@ def story(servers, source, tell):
 
     async def run():
         await register(engine, router)
+        waits = Waits(report_s=60, deadline_s=60, report=print)
         publisher = Publisher(
-            source, router, [engine], Placed(), note, NullTracker(), version=0, verify=True, probe_interval=1
+            source, router, [engine], Placed(), note, NullTracker(), waits, version=0, verify=True, probe_interval=1
         )
         try:
             return await tell(publisher)
@@ -253,3 +255,61 @@ def test_the_probes_fail_and_name_the_cause(servers, folder, fault, cause):
             await check_probes(engine, score, sequences, temperature=0.7, bounds=BOUNDS, version=1)
 
     story(servers, source, tell)
+
+
+@asynccontextmanager
+async def server_that_answers(*routes):
+    """A server of this process that answers `routes` and is silent on every other; gives its URL."""
+
+    async def talk(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        if any(f"/{route} ".encode() in head for route in routes):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            writer.close()
+        else:
+            await reader.read()  # until the client gives up
+            writer.close()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+def publish_with_little_patience(source, engine, router, told):
+    waits = Waits(report_s=0.1, deadline_s=0.4, report=told.append)
+    publisher = Publisher(
+        source, router, [engine], Placed(), None, NullTracker(), waits, version=0, verify=True, probe_interval=0
+    )
+    return publisher.publish()
+
+
+def test_a_router_that_says_nothing_is_a_named_wait_with_an_end(servers, folder):
+    told = []
+
+    async def run():
+        async with server_that_answers() as url:
+            router = RouterEndpoint(url=url, pid=0, token=TOKEN)
+            with pytest.raises(StalledError, match="router: hold dispatch"):
+                await publish_with_little_patience(TrainerWeights(folder), servers[0], router, told)
+            await http_utils.aclose()
+
+    asyncio.run(run())
+    assert any("router: hold dispatch" in text for text in told)
+
+
+def test_an_engine_that_does_not_flush_is_named_and_leaves_the_router(servers, folder):
+    async def run():
+        async with server_that_answers("abort_request") as url:
+            stuck = EngineEndpoint(url=url, engine_id="engine-1", pid=0, token=TOKEN)
+            await register(stuck, servers[1])
+            with pytest.raises(StalledError, match="engines: flush their caches"):
+                await publish_with_little_patience(TrainerWeights(folder), stuck, servers[1], [])
+            state = await http_utils.get(
+                f"{servers[1].url}/list_workers", headers={"Authorization": f"Bearer {TOKEN}"}
+            )
+            await http_utils.aclose()
+            return url, state
+
+    url, state = asyncio.run(run())
+    assert url not in state["urls"]
+    assert not state["held"]

@@ -21,7 +21,7 @@ from miles.config.resources import num_engines, resolved_num_cpus, resolved_thre
 from miles.config.schema import RunConfig
 from miles.core.plugins import load_hooks
 from miles.core.ports import Metrics, Run
-from miles.errors import ConfigError, Issue, MilesError
+from miles.errors import ConfigError, EngineError, Issue, MilesError
 from miles.utils import checkpoint_folder, http_utils
 from miles.utils.run_folder import RESOLVED, make_run_folder
 from miles.utils.tracking_utils.console import Console
@@ -211,12 +211,13 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
                 tracker,
                 waits,
                 version=start_from.weight_version,
+                first_step=start_from.next_step,
                 verify=config.weights.verify,
                 probe_interval=config.parity.interval if config.parity.enabled else 0,
             )
         save_folder = Path(config.checkpoint.save) if config.checkpoint.save else run_dir / "checkpoints"
         console.start(steps)
-        yield Run(
+        run = Run(
             steps=steps,
             rollout=rollout,
             trainer=trainer,
@@ -236,12 +237,22 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
             placement=placement,
             tracker=tracker,
         )
+        try:
+            yield run
+        except EngineError as error:
+            if death := await manager.dead_engine.remote():
+                raise death from error
+            raise
 
 
 def _answer_signals(waits: Waits, console: Console) -> None:
-    """SIGTERM ends the run as Ctrl-C does, and SIGUSR1 shows what is waited for. Call it after Ray, which takes SIGTERM."""
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    """SIGTERM ends the run as Ctrl-C does, and SIGUSR1 shows what is waited for. Call it after Ray, which takes SIGTERM.
+
+    SIGTERM cancels the run's task rather than raising SIGINT, which a run started in the background ignores.
+    """
+    loop, run = asyncio.get_running_loop(), asyncio.current_task()
+    assert run is not None
+    loop.add_signal_handler(signal.SIGTERM, run.cancel)
     loop.add_signal_handler(signal.SIGUSR1, lambda: console.say(waits.describe()))
 
 
@@ -284,7 +295,7 @@ def run_to_end(config: RunConfig, loop: Callable[[Run], Awaitable[None]]) -> int
     status, reason = 0, "done"
     try:
         asyncio.run(go())
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         status, reason = 130, "interrupted"
         console.error("interrupted; every process of this run has ended")
     except ConfigError as e:

@@ -76,7 +76,7 @@ Look at
 
 Try next
     make quickstart SEED=1
-    python examples/quickstart/run.py --lr 1e-3          what too high a learning rate does
+    python examples/quickstart/run.py --lr 2e-3          what too high a learning rate does
     python train.py {out}/grpo/resolved.yaml --run-dir null --dry-run   every setting of this run, and the batch arithmetic
     python train.py --help
 """

@@ -101,6 +101,17 @@ def rewards_have_their_labels(cfg: RunConfig) -> Iterator[Issue]:
         )
 
 
+def samples_can_be_compared(cfg: RunConfig) -> Iterator[Issue]:
+    algorithm = cfg.algorithm
+    compared = algorithm.loss_type == "policy_loss" and algorithm.rewards_normalization
+    if compared and cfg.rollout.n_samples_per_prompt == 1 and cfg.reward.custom_post_process_path is None:
+        yield Issue(
+            "rollout.n_samples_per_prompt",
+            "one sample of a prompt has nothing to be compared with, so every advantage would be 0",
+            "--n-samples-per-prompt 2 or more, or --disable-rewards-normalization to train on the reward itself",
+        )
+
+
 def sampling_is_the_policy(cfg: RunConfig) -> Iterator[Issue]:
     if cfg.algorithm.loss_type == "policy_loss":
         why = "cuts the distribution, so the log-probabilities of samples are not the policy's and ratios are wrong"
@@ -260,6 +271,7 @@ CHECKS: tuple[Check, ...] = (
     loss_and_rollout_function_agree,
     rewards_come_from_somewhere,
     rewards_have_their_labels,
+    samples_can_be_compared,
     sampling_is_the_policy,
     kl_loss_is_switched_on,
     learning_rate_schedule_is_possible,

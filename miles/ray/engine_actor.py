@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 
 from miles.core.run_facts import EngineEndpoint
+from miles.errors import EngineError
 from miles.ray.actor_process import enter
 from miles.utils.http_utils import url_of
-from miles.utils.process import TOKEN_VARIABLE, ServerProcess
+from miles.utils.process import TOKEN_VARIABLE, ServerProcess, last_lines
+
+WATCH_INTERVAL_S = 0.2
 
 
 class EngineActor:
@@ -19,21 +23,34 @@ class EngineActor:
         self._id = engine_id
         self._log_path = os.path.join(run_dir, "logs", f"{engine_id}.log")
         self._server: ServerProcess | None = None
+        self._stopping = False
 
-    def start(self, command: Sequence[str], token: str, timeout_s: float) -> EngineEndpoint:
+    async def start(self, command: Sequence[str], token: str, timeout_s: float) -> EngineEndpoint:
         """Start the server and wait until it serves; raises EngineError with the end of its log otherwise."""
-        server = ServerProcess(self._id, command, self._log_path, env={TOKEN_VARIABLE: token})
-        self._server = server
-        facts = server.wait_ready(timeout_s)
+        self._server = ServerProcess(self._id, command, self._log_path, env={TOKEN_VARIABLE: token})
+        facts = await self._server.wait_ready_async(timeout_s)
         return EngineEndpoint(
             url=url_of("127.0.0.1", facts["port"]),
             engine_id=self._id,
-            pid=server.pid,
+            pid=self._server.pid,
             token=token,
             log_path=self._log_path,
         )
 
-    def stop(self) -> None:
+    async def watch(self) -> None:
+        """Return once the server was stopped on purpose; raises EngineError when it ends by itself."""
+        assert self._server is not None
+        while (status := self._server.exit_code()) is None:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        if not self._stopping:
+            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+            lines = last_lines(self._log_path)
+            raise EngineError(
+                f"the engine's process {how}", engine=self._id, log_path=self._log_path, last_lines=lines
+            )
+
+    async def stop(self) -> None:
         """End the server."""
+        self._stopping = True
         if self._server:
-            self._server.stop()
+            await asyncio.to_thread(self._server.stop)

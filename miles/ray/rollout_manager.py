@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from miles.core.ledger import Ledger, LiveState
 from miles.core.plugins import load_function
 from miles.core.ports import DataSource, Metrics, RolloutBatch
 from miles.core.run_facts import EngineEndpoint, RouterEndpoint, RunFacts
+from miles.errors import EngineError
 from miles.ray.actor_process import enter, spawn
 from miles.ray.engine_actor import EngineActor
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
@@ -29,6 +30,8 @@ from miles.rollout.metrics import dump_rows, eval_metrics, rollout_metrics
 from miles.rollout.train_data_conversion import to_train_batch
 from miles.utils import http_utils
 from miles.utils.process import TOKEN_VARIABLE, ServerProcess
+
+DEATH_NOTICE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,7 @@ class RolloutManager:
         self._last_step = spec.start_rollout_id - 1
         self._router: ServerProcess | None = None
         self._engine_actors: list[Any] = []
+        self._engine_deaths: list[asyncio.Future[None]] = []
         self._fn: RolloutFnAdapter | None = None
         self._eval_fn: RolloutFnAdapter | None = None
 
@@ -83,6 +87,7 @@ class RolloutManager:
             self._load(self._spec.state)
         self._build_functions()
         engines = tuple(await engine_starts)
+        self._engine_deaths = [asyncio.ensure_future(_ref(actor.watch.remote())) for actor in self._engine_actors]
         for engine in engines:
             await self._router_call("add_worker", {"url": engine.url, "id": engine.engine_id})
         num_prompts = len(self._source) if hasattr(self._source, "__len__") else None
@@ -136,7 +141,7 @@ class RolloutManager:
         assert self._fn is not None
         self._last_step = step
         started_at = time.monotonic()
-        output = await self._fn(RolloutFnTrainInput(step, self._version))
+        output = await self._while_engines_live(self._fn(RolloutFnTrainInput(step, self._version)))
         seconds = time.monotonic() - started_at
         algorithm, reward = self._config.algorithm, self._config.reward
         post_process = load_function(reward.custom_post_process_path) if reward.custom_post_process_path else None
@@ -161,6 +166,30 @@ class RolloutManager:
             step=step, data=[ray.put(data)], group_indices=group_indices, num_samples=len(data), metrics=metrics
         )
 
+    async def _while_engines_live(self, work: Awaitable[Any]) -> Any:
+        """Await `work`; when an engine dies meanwhile, cancel it and raise that engine's error in its place."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task, *self._engine_deaths}, return_when=asyncio.FIRST_COMPLETED)
+        failed = task.done() and not task.cancelled() and isinstance(task.exception(), EngineError)
+        death = await self.dead_engine() if failed or not task.done() else None
+        if death is not None:
+            task.cancel()
+            await asyncio.wait({task})
+            raise death
+        return await task
+
+    async def dead_engine(self) -> EngineError | None:
+        """The error of an engine that has died, or does within a moment; None when all live.
+
+        Requests to a dead engine fail before its owner has seen it die, and the death is the better explanation.
+        """
+        if self._engine_deaths:
+            await asyncio.wait(self._engine_deaths, timeout=DEATH_NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
+        for death in self._engine_deaths:
+            if death.done() and isinstance(error := death.exception(), EngineError):
+                return getattr(error, "cause", error)  # out of Ray's wrapping
+        return None
+
     def _lease(self, groups: Sequence[Any]) -> tuple[int, ...]:
         """Note the groups of a batch as leased, also those of rollout functions that keep no account themselves."""
         indices = sorted({s.group_index for g in groups for s in flatten(g) if s.group_index is not None})
@@ -184,7 +213,7 @@ class RolloutManager:
     async def evaluate(self, step: int) -> Metrics:
         """Evaluate all datasets; their samples go to RUN_DIR/eval/."""
         assert self._eval_fn is not None
-        output = await self._eval_fn(RolloutFnEvalInput(step, weight_version=self._version))
+        output = await self._while_engines_live(self._eval_fn(RolloutFnEvalInput(step, weight_version=self._version)))
         for name, result in output.data.items():
             self._write_rows(f"eval/{name}", step, [result.get("samples", [])])
         if output.metrics is not None:
@@ -240,6 +269,11 @@ class RolloutManager:
         if self._router:
             await asyncio.to_thread(self._router.stop)
         await http_utils.aclose()
+
+
+async def _ref(ref: Any) -> Any:
+    """An object reference as a coroutine."""
+    return await ref
 
 
 async def _gather(refs: Sequence[Any], *, return_exceptions: bool = False) -> list[Any]:

@@ -24,7 +24,7 @@ def test_three_grpo_steps_on_a_real_model(tmp_path):
     steps = [row for row in rows if "train/loss" in row]
     assert [row["step"] for row in steps] == [0, 1, 2]
     assert all(row["train/rollout_logprob_abs_diff_p99"] < 1e-3 for row in steps)
-    assert [row["rollout/published_version"] for row in rows if "rollout/published_version" in row] == [2, 3, 4]
+    assert [row["rollout/published_version"] for row in rows if "rollout/published_version" in row] == [1, 2, 3, 4]
     samples = [
         json.loads(line) for path in sorted((run / "rollouts").iterdir()) for line in path.read_text().splitlines()
     ]

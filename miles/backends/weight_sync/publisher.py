@@ -31,13 +31,14 @@ class Publisher:
         waits: Waits,
         *,
         version: int,
+        first_step: int,
         verify: bool,
         probe_interval: int,
     ) -> None:
         self._source, self._router, self._engines, self._placement = source, router, list(engines), placement
         self._on_version, self._tracker, self._waits = on_version, tracker, waits
         self._verify, self._probe_interval = verify, probe_interval
-        self._version = version
+        self._version, self._first_step = version, first_step
         self._published = 0
         self._checksums: dict[str, str] = {}
 
@@ -46,8 +47,8 @@ class Publisher:
         """Version that the engines hold; 0 before the first publish."""
         return self._version
 
-    async def publish(self) -> Metrics:
-        """Send the trainer's weights as the next version.
+    async def publish(self, after_step: int | None = None) -> Metrics:
+        """Send the trainer's weights as the next version; `after_step` is None before the first step.
 
         Raises WeightSyncError when the engines do not hold them afterwards, ParityError when they do but score otherwise.
         """
@@ -72,13 +73,12 @@ class Publisher:
             metrics |= await self._source.check_probes(self._engines[0], version)
         self._published += 1
         metrics["perf/update_weights_time"] = time.monotonic() - started_at
+        self._tracker.log(self._first_step - 1 if after_step is None else after_step, metrics)
         return metrics
 
     async def publish_if_due(self, step: int) -> Metrics:
         """Publish after every step: a synchronous run always generates with the newest weights."""
-        metrics = await self.publish()
-        self._tracker.log(step, metrics)
-        return metrics
+        return await self.publish(step)
 
     async def _prove(self, sent: SentWeights) -> None:
         wrong = {e: v for e, v in (await lifecycle.versions(self._engines)).items() if v != str(sent.version)}

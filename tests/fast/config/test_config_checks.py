@@ -23,7 +23,7 @@ def only(*argv: str) -> str:
 def test_sound_runs_pass():
     assert problems(*OK) == []
     assert problems(*SFT) == []
-    assert problems(*OK, "--n-samples-per-prompt", "1") == []
+    assert problems(*OK, "--n-samples-per-prompt", "1", "--disable-rewards-normalization") == []
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_batch_plan_reads_as_a_sentence():
     assert batch_plan(cfg).describe() == (
         "32 prompts x 8 samples = 256 samples a rollout = 4 optimizer steps x 64 samples"
     )
-    one = load([*OK, "--rollout-batch-size", "1", "--n-samples-per-prompt", "1"])
+    one = load([*OK, "--rollout-batch-size", "1", "--n-samples-per-prompt", "1", "--disable-rewards-normalization"])
     assert batch_plan(one).describe() == "1 prompt x 1 sample = 1 sample a rollout = 1 optimizer step x 1 sample"
 
 
@@ -93,6 +93,7 @@ def test_batch_sizes_that_do_not_divide_are_refused():
 
 def test_batch_that_ranks_cannot_share_is_refused_with_both_numbers():
     argv = ["--rollout-batch-size", "6", "--n-samples-per-prompt", "1", "--train-ranks", "4"]
+    argv += ["--disable-rewards-normalization"]
     assert only(*OK, *argv) == (
         "cluster.train_ranks: a step of 6 samples (6 prompts x 1 sample = 6 samples a rollout = 1 optimizer step x "
         "6 samples) cannot be shared evenly by 4 trainer ranks -> --train-ranks 3, or a batch that 4 divides"
@@ -281,3 +282,9 @@ def test_every_check_is_listed():
     rules = [f for _, f in inspect.getmembers(checks, inspect.isfunction) if f.__module__ == checks.__name__]
     takes_config_only = [f for f in rules if list(inspect.signature(f).parameters) == ["cfg"]]
     assert {f.__name__ for f in takes_config_only} == {f.__name__ for f in CHECKS}
+
+
+def test_one_sample_of_a_prompt_has_nothing_to_be_compared_with():
+    (problem,) = problems(*OK, "--n-samples-per-prompt", "1")
+    assert "rollout.n_samples_per_prompt: one sample of a prompt has nothing to be compared with" in problem
+    assert "--disable-rewards-normalization" in problem

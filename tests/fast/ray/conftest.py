@@ -27,13 +27,17 @@ class Outcome:
     left_behind: list[str]
 
 
+IN_BACKGROUND = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+"""What a shell does to a command it starts with `&`: it ignores interrupts."""
+
+
 class TrainProcess:
     """`python train.py FLAGS`; every process it starts inherits a mark by which strays are found."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, background: bool = False) -> None:
         self.mark = f"miles-test-{uuid.uuid4().hex}"
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), *flags],
+            [*(IN_BACKGROUND if background else []), sys.executable, str(ROOT / "train.py"), *flags],
             cwd=ROOT,
             env={**os.environ, "MILES_TEST_MARK": self.mark, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,

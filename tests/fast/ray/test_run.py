@@ -1,6 +1,7 @@
 """Whole runs: real Ray, engine, router, trainer, weight updates, on a tiny model."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -48,7 +49,7 @@ def test_a_run_learns_evaluates_saves_and_resumes_and_leaves_no_process(task, fl
     assert [r["step"] for r in steps] == [0, 1]
     assert [r["train/optimizer_steps"] for r in steps] == [2.0, 4.0]
     assert all(r["train/rollout_logprob_abs_diff_mean"] < 1e-4 for r in steps)
-    assert [r["rollout/published_version"] for r in rows if "rollout/published_version" in r] == [2.0, 3.0]
+    assert [r["rollout/published_version"] for r in rows if "rollout/published_version" in r] == [1.0, 2.0, 3.0]
     assert [r["step"] for r in rows if "eval/held" in r] == [-1, 1]
     assert [r["rollout/dropped_prompts"] for r in steps] == [0.0, 0.0]
     for name in ("resolved.yaml", "events.jsonl", "curve.png", "tensorboard", "logs/engine-0.log", "logs/router.log"):
@@ -81,9 +82,11 @@ def test_a_reward_that_raises_ends_the_run_with_its_name_and_leaves_no_process(f
     assert ended.left_behind == []
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("how", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_an_interrupted_run_ends_every_process(flags, tmp_path, how):
-    train = TrainProcess(*flags, "--num-rollout", "1000", "--custom-rm-path", here("slow_reward"))
+    train = TrainProcess(
+        *flags, "--num-rollout", "1000", "--custom-rm-path", here("slow_reward"), background=how == "SIGTERM"
+    )
     for line in train.process.stdout:
         if line.startswith("step"):
             break
@@ -101,7 +104,24 @@ def test_an_interrupted_run_ends_every_process(flags, tmp_path, how):
     assert (events[-1]["event"], events[-1]["reason"]) == ("end", "interrupted")
 
 
-@pytest.mark.parametrize("fault", ["port", "row", "hook"])
+def test_an_engine_that_is_killed_ends_the_run_with_its_name_and_log(flags, tmp_path):
+    train = TrainProcess(*flags, "--num-rollout", "1000", "--custom-rm-path", here("slow_reward"))
+    for line in train.process.stdout:
+        if line.startswith("step"):
+            break
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    (engine,) = next(event["engines"] for event in events if event["event"] == "started")
+    os.kill(engine, signal.SIGKILL)
+    ended = train.end(timeout_s=90)
+    assert ended.status == 1, ended.err
+    assert "Traceback" not in ended.err
+    assert re.search(r"engine-0: the engine's process was killed by signal 9(.|\n)*engine-0\.log", ended.err), (
+        ended.err
+    )
+    assert ended.left_behind == []
+
+
+@pytest.mark.parametrize("fault", ["port", pytest.param("row", marks=pytest.mark.slow), "hook"])
 def test_what_is_wrong_before_the_first_step_is_told_and_nothing_stays(flags, tmp_path, fault):
     if fault == "port":
         with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -132,7 +132,17 @@ def story(servers, source, tell):
         await register(engine, router)
         waits = Waits(report_s=60, deadline_s=60, report=print)
         publisher = Publisher(
-            source, router, [engine], Placed(), note, NullTracker(), waits, version=0, verify=True, probe_interval=1
+            source,
+            router,
+            [engine],
+            Placed(),
+            note,
+            NullTracker(),
+            waits,
+            version=0,
+            first_step=0,
+            verify=True,
+            probe_interval=1,
         )
         try:
             return await tell(publisher)
@@ -278,7 +288,17 @@ async def server_that_answers(*routes):
 def publish_with_little_patience(source, engine, router, told):
     waits = Waits(report_s=0.1, deadline_s=0.4, report=told.append)
     publisher = Publisher(
-        source, router, [engine], Placed(), None, NullTracker(), waits, version=0, verify=True, probe_interval=0
+        source,
+        router,
+        [engine],
+        Placed(),
+        None,
+        NullTracker(),
+        waits,
+        version=0,
+        first_step=0,
+        verify=True,
+        probe_interval=0,
     )
     return publisher.publish()
 

@@ -379,7 +379,7 @@ class Engine:
                 max(r.length for r in everyone),
                 limit=max(r.longest for r in everyone),
                 used=used,
-                longest=max((r.length for r in self._running), default=0),
+                longest=max((r.length - 1 for r in self._running), default=0),  # the newest token has no KV yet
             )
             self._cache.write(used, [e.kv for _, e in going])
             self._running = everyone

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from miles.backends.torch_engine import kv_cache
+from miles.backends.torch_engine.engine import Engine
+from miles.backends.torch_engine.model import load_model
 from miles.backends.torch_engine.payload import SharedMemoryCodec
+from miles.backends.torch_engine.request import Request
+from miles.backends.torch_engine.settings import EngineSettings
 from tests.fast.torch_engine.support import (
     LETTERS,
     assert_matches_reference,
@@ -68,6 +73,31 @@ def test_requests_that_join_and_leave_at_different_times_keep_their_own_kv(model
         done = engine.generate([request(p, rng.randrange(1, 80)) for p in random_prompts(24, seed=3)])
         for finished in done:
             assert_matches_reference(engine.model.hf, finished)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_cache_may_grow_at_any_step_while_requests_join(
+    model_folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "_PLACE_STEP", 4)
+    settings = EngineSettings(str(model_folder), threads=1, kv_cache_mb=64)
+    engine = Engine(load_model(settings), settings)  # never started: the test takes its steps
+    rng = random.Random(seed)
+    finished: list[Request] = []
+    with torch.inference_mode():
+        for _ in range(60):
+            for prompt in random_prompts(rng.choice([0, 0, 0, 1, 2]), seed=rng.randrange(1000), longest=24):
+                joining = request(prompt, rng.randrange(1, 24))
+                joining.done = finished.extend
+                engine._waiting.append(joining)
+            engine._admit()
+            if engine._running:
+                engine._decode()
+        while engine._running:
+            engine._decode()
+    assert len(finished) > 20
+    for done in finished:
+        assert_matches_reference(engine.model.hf, done)
 
 
 def test_a_small_kv_budget_makes_requests_wait_and_changes_no_number(model_folder: Path) -> None:

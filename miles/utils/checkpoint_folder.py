@@ -59,18 +59,23 @@ def resolve(path: str | Path) -> Path:
 
 @contextmanager
 def writing(folder: str | Path, iteration: int) -> Iterator[Path]:
-    """Give a folder to write checkpoint `iteration` into; on success it is marked, renamed and becomes the latest."""
+    """Give a folder to write checkpoint `iteration` into; on success it is marked, renamed and becomes the latest.
+
+    A folder of checkpoints has one writer: what an earlier one left half written is removed.
+    """
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     final = root / iteration_name(iteration)
     draft = root / f".{final.name}.{os.getpid()}.partial"
-    shutil.rmtree(draft, ignore_errors=True)
+    for stale in root.glob(".iter_*.partial"):
+        shutil.rmtree(stale, ignore_errors=True)
     draft.mkdir()
     try:
         yield draft
         (draft / MARKER).write_text(f"{iteration}\n")
         _sync_tree(draft)
         _put_in_place(draft, final)
+        _sync(root)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -122,8 +127,12 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def _sync_tree(folder: Path) -> None:
     for path in [folder, *folder.rglob("*")]:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -83,3 +83,9 @@ def test_a_folder_without_checkpoints_says_what_to_pass(tmp_path):
         ckpt.resolve(tmp_path)
     with pytest.raises(CheckpointError, match="no such folder"):
         ckpt.resolve(tmp_path / "absent")
+
+
+def test_what_a_killed_run_left_half_written_is_removed_by_the_next_save(tmp_path):
+    (tmp_path / ".iter_0000004.123.partial").mkdir()
+    save(tmp_path, 5)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000005", ckpt.LATEST]

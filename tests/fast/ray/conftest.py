@@ -36,6 +36,8 @@ class TrainProcess:
 
     def __init__(self, *flags: str, background: bool = False) -> None:
         self.mark = f"miles-test-{uuid.uuid4().hex}"
+        # A child inherits ignored signals, and this suite may itself run in the background; one that is handled is reset.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
             [*(IN_BACKGROUND if background else []), sys.executable, str(ROOT / "train.py"), *flags],
             cwd=ROOT,

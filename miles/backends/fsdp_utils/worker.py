@@ -46,6 +46,7 @@ from miles.errors import CheckpointError, TrainingError
 logger = logging.getLogger(__name__)
 
 EXPLAINED_SEQUENCES = 4
+CLOSE_TIMEOUT = timedelta(seconds=10)
 
 
 class FsdpTrainWorker:
@@ -368,8 +369,10 @@ class FsdpTrainWorker:
             raise CheckpointError(f"export to {folder} failed: {problem[0]}")
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group, together: a rank that leaves early would break collectives of the others."""
         if dist.is_initialized():
+            if self._world_size > 1:
+                dist.monitored_barrier(timeout=CLOSE_TIMEOUT)
             dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling")
     parser.add_argument("--out", type=Path, help="folder for everything; default runs/quickstart-TIME")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options, grpo_flags = parser.parse_known_args(argv)
     out = (options.out or Path("runs") / f"quickstart-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     task, seed = out / "task", str(options.seed)
@@ -29,7 +31,13 @@ def main(argv: list[str]) -> int:
     def phase(title: str, *command: str) -> None:
         seconds = time.monotonic() - started_at
         print(f"\n== {title}  ({seconds:.0f} s)", flush=True)
-        status = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
+        process = subprocess.Popen([sys.executable, *command], cwd=ROOT)
+        try:
+            status = process.wait()
+        except BaseException:  # interrupted or terminated: the phase ends itself and its children
+            process.terminate()
+            process.wait()
+            raise
         if status:
             sys.exit(status)
 

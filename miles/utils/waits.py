@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from miles.errors import StalledError
 
@@ -76,4 +76,11 @@ class Waits:
                     self._report(f"  waiting for {owner}: {name}, {waited:.0f} s so far")
             finally:
                 if not task.done():
+                    task.add_done_callback(_forget)
                     task.cancel()
+
+
+def _forget(task: asyncio.Future[Any]) -> None:
+    """Take note of how something given up ended, so that asyncio does not report it as never looked at."""
+    if not task.cancelled():
+        task.exception()

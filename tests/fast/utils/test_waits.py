@@ -1,4 +1,5 @@
 import asyncio
+import gc
 
 import pytest
 
@@ -65,3 +66,22 @@ def test_the_waits_of_now_are_told_one_a_line_oldest_first():
         "  waiting for engine: flush, 0 s so far",
     ]
     assert waits.describe() == "  waiting for no other process"
+
+
+def test_what_is_given_up_is_not_reported_as_an_error_never_looked_at(caplog):
+    async def fail_when_cancelled():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise OSError("connection lost") from None
+
+    async def story():
+        waits = Waits(report_s=5, deadline_s=0.02, report=print)
+        with pytest.raises(StalledError):
+            await waits.on("trainer", "start", asyncio.gather(fail_when_cancelled()))
+        await asyncio.sleep(0.01)
+        gc.collect()
+
+    asyncio.run(story())
+    gc.collect()
+    assert "never retrieved" not in caplog.text

@@ -5,7 +5,7 @@ Axes: B sequences, T packed tokens, H hidden, N query heads, K key/value heads, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
@@ -161,16 +161,11 @@ class Decoder:
         self.use_threads(len(hidden_BH))
         return F.linear(hidden_BH, self._head).float()
 
-    def token_logprobs(self, hidden_TH: torch.Tensor, ids_T: list[int], temperature: float) -> list[float]:
-        """Log-probability of token `ids_T[t]` under hidden state t, in fp32 at a temperature; V is met in chunks."""
-        ids = torch.tensor(ids_T, device=self.device)
-        out: list[float] = []
-        for start in range(0, len(ids_T), _ROWS_AT_ONCE):
-            rows = slice(start, start + _ROWS_AT_ONCE)
-            logits = self.logits(hidden_TH[rows]).div_(temperature)
-            picked = logits.gather(1, ids[rows, None]).squeeze(1)
-            out += (picked - logits.logsumexp(1)).tolist()
-        return out
+    def logprobs(self, hidden_TH: torch.Tensor, temperature: float) -> Iterator[torch.Tensor]:
+        """Log-probabilities [rows, V] in fp32 at a temperature after each hidden state, some rows at a time."""
+        for chunk_CH in hidden_TH.split(_ROWS_AT_ONCE):
+            logits_CV = self.logits(chunk_CH).div_(temperature)
+            yield logits_CV.sub_(logits_CV.logsumexp(1, keepdim=True))
 
     def use_threads(self, rows: int) -> None:
         """Choose the number of CPU threads for a step of `rows` tokens (of the calling thread)."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import queue
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock, Thread
@@ -28,8 +29,12 @@ from miles.backends.torch_engine.settings import EngineSettings
 from miles.backends.torch_engine.weights import WeightStore
 from miles.errors import EngineError
 
+MEMORY_TAGS: tuple[str, ...] = ("weights", "kv_cache", "cuda_graph")
+"""What can be released; this engine has no CUDA graphs, so that the last tag frees nothing."""
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_NO_KV = "the KV cache is released; POST /resume_memory_occupation with the tag kv_cache"
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Engine:
         self.death: str | None = None
         """The traceback that ended the engine's thread, or None."""
         self.paused = False
+        self._kv_released = False
         self._codec = SharedMemoryCodec()
         self._inbox: queue.SimpleQueue[Request | _Call] = queue.SimpleQueue()
         self._waiting: deque[Request] = deque()
@@ -150,7 +156,7 @@ class Engine:
         began = self._step_began
         if began is not None and (seconds := time.monotonic() - began) > self.settings.stuck_after_s:
             return f"the engine loop has been in one step for {seconds:.0f} s"
-        return self.weights.half_updated
+        return self.weights.half_updated or (_NO_KV if self._kv_released else None)
 
     # ---- actions; each runs on the engine's thread, through `call` ----
 
@@ -176,14 +182,25 @@ class Engine:
         self._prompts.clear()
 
     def pause(self, mode: str) -> None:
-        """Stop stepping: "abort" ends all requests with their tokens so far, "in_place" keeps them where they are."""
-        if mode == "retract":
-            raise RequestRefused('mode "retract" is not supported yet by the torch engine; use "abort" or "in_place"')
-        if mode not in ("abort", "in_place"):
-            raise RequestRefused(f'mode is {mode!r}; use "abort" or "in_place"')
+        """Stop stepping.
+
+        "abort" ends all requests with their tokens so far, "in_place" keeps them where they are, and "retract" drops
+        their KV and puts them back in front of the queue: they resume by computing prompt and tokens so far anew.
+        """
+        if mode not in ("abort", "in_place", "retract"):
+            raise RequestRefused(f'mode is {mode!r}; use "abort", "in_place" or "retract"')
         if mode == "abort":
             self.abort(None, "generation was paused")
+        elif mode == "retract":
+            self._retract()
         self.paused = True
+
+    def _retract(self) -> None:
+        for request in reversed(self._running):
+            request.retract()
+            self._waiting.appendleft(request)
+        self._running = []
+        self._rebuild()
 
     def resume(self) -> None:
         """Go on after `pause`."""
@@ -193,6 +210,8 @@ class Engine:
         self, payload: str, flush_cache: bool, weight_version: str | None, abort_all_requests: bool
     ) -> int:
         """Replace the weights of one bucket; a `weight_version` marks the last. Returns how many tensors."""
+        if self.weights.released:
+            raise RequestRefused("the weights are released; POST /resume_memory_occupation with the tag weights first")
         if abort_all_requests:
             self.abort(None, "weights were updated")
         if (self._running or self._waiting) and not self.paused:
@@ -220,6 +239,34 @@ class Engine:
         self._prompts.clear()
         self.weight_version = version
 
+    def release_memory(self, tags: Collection[str]) -> None:
+        """Free the memory of `tags`: the weights, or the KV of slots and cached prompts.
+
+        Requests are refused (503) until it is resumed, and after a release of the weights until a complete update.
+        Raises RequestRefused while requests run or wait.
+        """
+        _check_tags(tags)
+        if self._running or self._waiting:
+            raise RequestRefused(
+                f"memory is released only when nothing runs or waits: {len(self._running)} requests run, "
+                f"{len(self._waiting)} wait; abort them first"
+            )
+        self._prompts.clear()
+        if "kv_cache" in tags:
+            self._cache.drop()
+            self._kv_released = True
+        if "weights" in tags:
+            self.weights.release()
+        _return_free_memory(self.decoder.device)
+
+    def resume_memory(self, tags: Collection[str]) -> None:
+        """Take the memory of `tags` again. Weights are zeros, and the engine unhealthy, until a complete update."""
+        _check_tags(tags)
+        if "weights" in tags:
+            self.weights.restore()
+        if "kv_cache" in tags:
+            self._kv_released = False
+
     def reset_weights(self) -> None:
         """Fill all weights with garbage (a step of the proof that an update sends every parameter)."""
         if self._running or self._waiting:
@@ -231,6 +278,7 @@ class Engine:
 
     def probe(self) -> int:
         """Compute one greedy token without a slot, whether paused or not."""
+        self.weights.require_present()
         token = min(self.model.eos_token_ids, default=0)
         entries, _ = self.decoder.prefill([[token]])
         return int(self.decoder.logits(entries[0].hidden_H[None]).argmax())
@@ -287,6 +335,9 @@ class Engine:
         elif item.rid in self._rids:
             item.error, item.error_status = f"rid {item.rid!r} is in flight already; rids are unique", 400
             item.done([item])
+        elif (absent := self.weights.absent or (_NO_KV if self._kv_released else None)) is not None:
+            item.error, item.error_status = absent, 503
+            item.done([item])
         else:
             self._rids.add(item.rid)
             self._waiting.append(item)
@@ -313,7 +364,7 @@ class Engine:
                 break
             key = request.prompt_key
             if request.scores_prompt or (key not in to_compute and self._prompts.get(key) is None):
-                tokens += len(request.input_ids)
+                tokens += request.length
                 if batch and tokens > self.settings.max_prefill_tokens:
                     break
                 if not request.scores_prompt:
@@ -329,16 +380,13 @@ class Engine:
         own: dict[str, PromptEntry] = {}
         hits = {key: entry for r in batch if (entry := self._prompts.get(key := r.prompt_key)) is not None}
         if computed:
-            entries, hidden = self.decoder.prefill([r.input_ids for r in computed])
+            entries, hidden = self.decoder.prefill([list(r.prompt_key[1]) for r in computed])
             self.counters.prefill_tokens += sum(e.tokens for e in entries)
             for request, entry, hidden_TH in zip(computed, entries, hidden, strict=True):
                 key = request.prompt_key
                 if request.scores_prompt:
                     own[request.rid] = entry
-                    start = request.logprob_start_len
-                    request.input_logprobs = self.decoder.token_logprobs(
-                        hidden_TH[start:-1], request.input_ids[start + 1 :], request.params.temperature or 1.0
-                    )
+                    self._score(request, hidden_TH)
                 else:
                     fresh[key] = entry
                 self._prompts.put(key, entry)
@@ -347,16 +395,31 @@ class Engine:
         for request in batch:
             key = request.prompt_key
             chosen.append(own.get(request.rid) or fresh.get(key) or hits[key])
+            if request.output_ids:
+                continue  # it was retracted, and its prompt counted before
             request.cached_tokens = 0 if id(request) in computers else len(request.input_ids)
             self.counters.prompt_tokens += len(request.input_ids)
             self.counters.cached_tokens += request.cached_tokens
         return chosen
 
+    def _score(self, request: Request, hidden_TH: torch.Tensor) -> None:
+        """Fill in the log-probabilities of a prompt's tokens after its first `logprob_start_len` + 1."""
+        start = request.logprob_start_len
+        ids_T = torch.tensor(request.input_ids[start + 1 :], dtype=torch.long, device=self.decoder.device)
+        request.input_logprobs = []
+        for logprobs_CV in self.decoder.logprobs(hidden_TH[start:-1], request.params.temperature or 1.0):
+            first = len(request.input_logprobs)
+            ids_C1 = ids_T[first : first + len(logprobs_CV), None]
+            request.input_logprobs += logprobs_CV.gather(1, ids_C1).squeeze(1).tolist()
+            request.input_alternatives.add(logprobs_CV, request.top_logprobs_num, request.token_ids_logprob)
+        if not all(map(math.isfinite, request.input_logprobs)):
+            request.error = self._not_finite("in the prompt")
+
     def _start(self, batch: list[Request], entries: list[PromptEntry]) -> None:
-        finished = [r for r in batch if r.params.max_new_tokens == 0]
+        finished = [r for r in batch if r.params.max_new_tokens == 0 or r.error is not None]
         for request in finished:
             request.finish_reason = {"type": "length", "length": 0}
-        drawing = [(r, e) for r, e in zip(batch, entries, strict=True) if r.params.max_new_tokens]
+        drawing = [(r, e) for r, e in zip(batch, entries, strict=True) if r.finish_reason is None]
         going: list[tuple[Request, PromptEntry]] = []
         if drawing:
             distinct = list({id(e): e for _, e in drawing}.values())
@@ -414,16 +477,24 @@ class Engine:
             if len(r.output_ids) < r.params.min_new_tokens and r.stop_ids
         ]
         positions = [r.length for r in requests] if sampling.any_seeded else []
-        return sample(logits_BV, sampling, positions, self._rng, banned)
+        drawn = sample(logits_BV, sampling, positions, self._rng, banned)
+        for row, request in enumerate(requests):
+            if request.wants_alternatives:  # `sample` has divided the logits by the temperature
+                logprobs_1V = logits_BV[row : row + 1].log_softmax(1)
+                request.output_alternatives.add(logprobs_1V, request.top_logprobs_num, request.token_ids_logprob)
+        return drawn
 
     def _accept(self, request: Request, token: int, logprob: float) -> bool:
         if math.isfinite(logprob):
             return request.accept(token, logprob)
-        request.error = (
-            f"logits are not finite after {request.length} tokens: the weights of version {self.weight_version} hold "
-            "NaN or inf, or overflow in this dtype"
-        )
+        request.error = self._not_finite(f"after {request.length} tokens")
         return True
+
+    def _not_finite(self, where: str) -> str:
+        return (
+            f"logits are not finite {where}: the weights of version {self.weight_version} hold NaN or inf, or overflow "
+            "in this dtype"
+        )
 
     def _drop_finished(self) -> None:
         """Give the slots of finished requests to the last running ones, so that used slots stay 0 to n - 1."""
@@ -494,6 +565,21 @@ class Engine:
 
     def _end(self) -> str:
         return f"the engine loop has ended: {(self.death or '').strip().splitlines()[-1]}"
+
+
+def _check_tags(tags: Collection[str]) -> None:
+    unknown = sorted(set(tags) - set(MEMORY_TAGS))
+    if unknown:
+        raise RequestRefused(f"tags holds {', '.join(unknown)}; known are {', '.join(MEMORY_TAGS)}")
+
+
+def _return_free_memory(device: torch.device) -> None:
+    """Hand freed memory back to the system, which allocators keep for later otherwise."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
 
 
 def _kv_budget(settings: EngineSettings, device: torch.device) -> int:

@@ -25,7 +25,13 @@ class SlotCache:
         self._layers, self._kv_heads, self._head_dim = layers, kv_heads, head_dim
         self.bytes_per_token = layers * 2 * kv_heads * head_dim * dtype.itemsize
         self.budget_tokens = max(1, budget_bytes // self.bytes_per_token)
-        self._kv = torch.zeros((layers, 2, 0, kv_heads, 0, head_dim), dtype=dtype, device=device)
+        self._dtype, self._device = dtype, device
+        self.drop()
+
+    def drop(self) -> None:
+        """Give all memory back; the cache grows again from nothing."""
+        empty = (self._layers, 2, 0, self._kv_heads, 0, self._head_dim)
+        self._kv = torch.zeros(empty, dtype=self._dtype, device=self._device)
         self._view_key = (0, 0)
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._flat: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -9,13 +9,25 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from miles.backends.torch_engine.alternatives import Alternatives, Entries
 from miles.backends.torch_engine.kv_cache import PromptKey
 from miles.backends.torch_engine.model import LoadedModel
 from miles.backends.torch_engine.sampling import SamplingParams
 from miles.backends.torch_engine.stop_strings import StopMatcher
 
 _FIELDS = frozenset(
-    {"input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "rid", "extra_key", "stream"}
+    {
+        "input_ids",
+        "text",
+        "sampling_params",
+        "return_logprob",
+        "logprob_start_len",
+        "top_logprobs_num",
+        "token_ids_logprob",
+        "rid",
+        "extra_key",
+        "stream",
+    }
 )
 _SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
 # Fields of the stock server that this engine lacks; a request may carry them with the value that asks for nothing.
@@ -25,8 +37,6 @@ _NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "return_indexer_topk": (None, False),
     "return_hidden_states": (None, False),
     "return_text_in_logprobs": (None, False),
-    "top_logprobs_num": (None, 0),
-    "token_ids_logprob": (None,),
     "lora_path": (None,),
     "image_data": (None,),
 }
@@ -60,6 +70,8 @@ class Request:
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     return_logprob: bool = False
     logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    token_ids_logprob: tuple[int, ...] = ()
     extra_key: str | None = None
     done: Callable[[list[Request]], None] = lambda finished: None
     """Called on the engine thread with the requests that finished in one step and share this callback."""
@@ -69,7 +81,9 @@ class Request:
     finished_at: float = 0.0
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
+    output_alternatives: Alternatives = field(default_factory=Alternatives)
     input_logprobs: list[float] | None = None
+    input_alternatives: Alternatives = field(default_factory=Alternatives)
     cached_tokens: int = 0
     finish_reason: dict[str, Any] | None = None
     weight_version: str = ""
@@ -77,14 +91,20 @@ class Request:
     """Why there is no answer; sent with `error_status`."""
     error_status: int = 500
     prompt_key: PromptKey = field(init=False)
+    """Names what is computed before the next draw: the prompt, and after a retraction the tokens so far."""
 
     def __post_init__(self) -> None:
         self.prompt_key = (self.extra_key, tuple(self.input_ids))
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of prompt tokens were asked for."""
-        return self.return_logprob and self.logprob_start_len >= 0
+        """Whether log-probabilities of prompt tokens were asked for and are not there yet."""
+        return self.return_logprob and self.logprob_start_len >= 0 and self.input_logprobs is None
+
+    @property
+    def wants_alternatives(self) -> bool:
+        """Whether log-probabilities of other tokens than the drawn ones were asked for."""
+        return self.top_logprobs_num > 0 or bool(self.token_ids_logprob)
 
     @property
     def longest(self) -> int:
@@ -95,6 +115,10 @@ class Request:
     def length(self) -> int:
         """Tokens of prompt and output so far."""
         return len(self.input_ids) + len(self.output_ids)
+
+    def retract(self) -> None:
+        """Go back to the queue, to be resumed by computing the prompt and the tokens so far."""
+        self.prompt_key = (self.extra_key, (*self.input_ids, *self.output_ids))
 
     def accept(self, token: int, logprob: float) -> bool:
         """Append a drawn token; returns whether the request is finished.
@@ -119,7 +143,7 @@ def read_request(body: Any, model: LoadedModel, done: Callable[[list[Request]], 
     """Check the JSON body of /generate; raises RequestRefused (400) that names what is wrong."""
     if not isinstance(body, dict):
         raise RequestRefused("the body of /generate is a JSON object")
-    _check_fields(body, _FIELDS, _NEUTRAL_FIELDS, "")
+    check_fields(body, _FIELDS, _NEUTRAL_FIELDS, "")
     params = _read_sampling(body.get("sampling_params") or {}, model.vocab_size)
     input_ids = _read_prompt(body, model)
     context = model.context_length
@@ -133,21 +157,24 @@ def read_request(body: Any, model: LoadedModel, done: Callable[[list[Request]], 
             f"{len(input_ids) + params.max_new_tokens} tokens, the context holds {context}; "
             f"ask for at most {context - len(input_ids)} new tokens"
         )
-    return_logprob = _typed(body, "return_logprob", bool, False)
-    start = _typed(body, "logprob_start_len", int, -1)
+    return_logprob = typed(body, "return_logprob", bool, False)
+    start = typed(body, "logprob_start_len", int, -1)
     if start >= 0 and not return_logprob:
         raise RequestRefused("logprob_start_len needs return_logprob: true")
     if not -1 <= start < len(input_ids):
         raise RequestRefused(f"logprob_start_len {start} lies outside the prompt of {len(input_ids)} tokens")
+    top, token_ids = _read_alternatives(body, return_logprob, model.vocab_size)
     if params.stop and model.tokenizer is None:
         raise RequestRefused("stop strings need a tokenizer, and the model folder has none; use stop_token_ids")
     return Request(
         input_ids=input_ids,
         params=params,
-        rid=_typed(body, "rid", str, None) or uuid.uuid4().hex,
+        rid=typed(body, "rid", str, None) or uuid.uuid4().hex,
         return_logprob=return_logprob,
         logprob_start_len=start,
-        extra_key=_typed(body, "extra_key", str, None),
+        top_logprobs_num=top,
+        token_ids_logprob=token_ids,
+        extra_key=typed(body, "extra_key", str, None),
         done=done,
         stop_ids=frozenset() if params.ignore_eos else model.eos_token_ids | set(params.stop_token_ids),
         matcher=StopMatcher(params.stop, _text_decoder(model, params)) if params.stop else None,
@@ -172,10 +199,22 @@ def answer(request: Request, model: LoadedModel) -> dict[str, Any]:
         ids = request.input_ids[request.logprob_start_len :]
         values = [None, *request.input_logprobs]
         meta["input_token_logprobs"] = [[value, token, None] for value, token in zip(values, ids, strict=True)]
-    return {"text": _text(request, model), "output_ids": request.output_ids, "meta_info": meta}
+    if request.top_logprobs_num:
+        meta["input_top_logprobs"] = _of_prompt(request, request.input_alternatives.top)
+        meta["output_top_logprobs"] = request.output_alternatives.top
+    if request.token_ids_logprob:
+        meta["input_token_ids_logprobs"] = _of_prompt(request, request.input_alternatives.by_id)
+        meta["output_token_ids_logprobs"] = request.output_alternatives.by_id
+    return {"text": output_text(request, model), "output_ids": request.output_ids, "meta_info": meta}
 
 
-def _text(request: Request, model: LoadedModel) -> str:
+def _of_prompt(request: Request, positions: list[Entries]) -> list[Entries | None]:
+    """One item per scored prompt token, of which the first has no prediction; empty when none was scored."""
+    return [] if request.input_logprobs is None else [None, *positions]
+
+
+def output_text(request: Request, model: LoadedModel) -> str:
+    """The text of the output, up to what stopped it; empty without a tokenizer."""
     if model.tokenizer is None or not request.output_ids:
         return ""
     ids = request.output_ids
@@ -212,9 +251,10 @@ def check_known(body: Mapping[str, Any], known: Collection[str], where: str = ""
             raise RequestRefused(f"unknown field {where}{name}{hint}")
 
 
-def _check_fields(
-    body: Mapping[str, Any], known: frozenset[str], neutral: Mapping[str, tuple[Any, ...]], where: str
+def check_fields(
+    body: Mapping[str, Any], known: frozenset[str], neutral: Mapping[str, tuple[Any, ...]], where: str = ""
 ) -> None:
+    """Raise RequestRefused for a field that is not known, or `neutral` with a value that asks for something."""
     if body.keys() <= known and not body.keys() & neutral.keys():
         return
     check_known(body, {*known, *neutral}, where)
@@ -247,11 +287,24 @@ def _read_prompt(body: Mapping[str, Any], model: LoadedModel) -> list[int]:
     return ids
 
 
+def _read_alternatives(body: Mapping[str, Any], return_logprob: bool, vocab_size: int) -> tuple[int, tuple[int, ...]]:
+    top, ids = typed(body, "top_logprobs_num", int, 0), typed(body, "token_ids_logprob", list, None)
+    if not 0 <= top <= vocab_size:
+        raise RequestRefused(f"top_logprobs_num is {top}; it must be between 0 and the vocabulary's {vocab_size}")
+    if ids is not None and (not ids or any(type(i) is not int or not 0 <= i < vocab_size for i in ids)):
+        raise RequestRefused(
+            f"token_ids_logprob is {ids}; it must be a list of at least one token id below {vocab_size}"
+        )
+    if (top or ids) and not return_logprob:
+        raise RequestRefused("top_logprobs_num and token_ids_logprob need return_logprob: true")
+    return top, tuple(ids or ())
+
+
 def _read_sampling(body: Any, vocab_size: int) -> SamplingParams:
     if not isinstance(body, dict):
         raise RequestRefused("sampling_params is a JSON object")
     where = "sampling_params."
-    _check_fields(body, _SAMPLING_FIELDS, _NEUTRAL_SAMPLING, where)
+    check_fields(body, _SAMPLING_FIELDS, _NEUTRAL_SAMPLING, where)
     temperature = _number(body, "temperature", 1.0)
     stop = body.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
@@ -265,17 +318,17 @@ def _read_sampling(body: Any, vocab_size: int) -> SamplingParams:
     params = SamplingParams(
         temperature=0.0 if 0 <= temperature < 1e-6 else temperature,
         top_p=_number(body, "top_p", 1.0),
-        top_k=_typed(body, "top_k", int, -1, where),
+        top_k=typed(body, "top_k", int, -1, where),
         min_p=_number(body, "min_p", 0.0),
-        max_new_tokens=_typed(body, "max_new_tokens", int, 128, where),
-        min_new_tokens=_typed(body, "min_new_tokens", int, 0, where),
+        max_new_tokens=typed(body, "max_new_tokens", int, 128, where),
+        min_new_tokens=typed(body, "min_new_tokens", int, 0, where),
         stop=tuple(stops),
         stop_token_ids=tuple(stop_ids),
-        ignore_eos=_typed(body, "ignore_eos", bool, False, where),
-        skip_special_tokens=_typed(body, "skip_special_tokens", bool, True, where),
-        no_stop_trim=_typed(body, "no_stop_trim", bool, False, where),
-        spaces_between_special_tokens=_typed(body, "spaces_between_special_tokens", bool, True, where),
-        sampling_seed=_typed(body, "sampling_seed", int, None, where),
+        ignore_eos=typed(body, "ignore_eos", bool, False, where),
+        skip_special_tokens=typed(body, "skip_special_tokens", bool, True, where),
+        no_stop_trim=typed(body, "no_stop_trim", bool, False, where),
+        spaces_between_special_tokens=typed(body, "spaces_between_special_tokens", bool, True, where),
+        sampling_seed=typed(body, "sampling_seed", int, None, where),
     )
     for name, ok, rule in (
         ("temperature", params.temperature >= 0, "0 (greedy) or more"),
@@ -299,7 +352,8 @@ def _number(body: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-def _typed(body: Mapping[str, Any], name: str, kind: type, default: Any, where: str = "") -> Any:
+def typed(body: Mapping[str, Any], name: str, kind: type, default: Any, where: str = "") -> Any:
+    """A field of exactly one type, or the default for none; raises RequestRefused for another type."""
     value = body.get(name)
     if value is None:
         return default

@@ -17,18 +17,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from miles.backends.torch_engine.engine import Engine
+from miles.backends.torch_engine.chat import read_chat
+from miles.backends.torch_engine.engine import MEMORY_TAGS, Engine
+from miles.backends.torch_engine.model import LoadedModel
 from miles.backends.torch_engine.request import Request, RequestRefused, answer, check_known, read_request
 from miles.errors import EngineError
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Answer = Callable[[], dict[str, Any]]
+Reader = Callable[[Any, LoadedModel, Callable[[list[Request]], None]], tuple[Request, Answer]]
 _PROBE_TIMEOUT_S = 30.0
 
 
 def create_app(engine: Engine, api_key: str | None = None) -> FastAPI:
     """The application that serves a started engine. Control routes require `api_key` as a bearer token, if given."""
     app = FastAPI(title="Miles torch engine", docs_url=None, redoc_url=None, openapi_url=None)
-    app.router.routes.append(Route("/generate", endpoint=GenerateRoute(engine), methods=["POST"]))
+    app.router.routes.append(Route("/generate", endpoint=GenerateRoute(engine, _read_generate), methods=["POST"]))
+    chat = GenerateRoute(engine, read_chat)
+    app.router.routes.append(Route("/v1/chat/completions", endpoint=chat, methods=["POST"]))
     app.add_exception_handler(Exception, _unexpected)
     _add_information(app, engine)
     _add_controls(app, engine, api_key)
@@ -36,17 +42,17 @@ def create_app(engine: Engine, api_key: str | None = None) -> FastAPI:
 
 
 class GenerateRoute:
-    """POST /generate, as a bare ASGI application: it is called for every sample of every rollout."""
+    """A route that generates, as a bare ASGI application: it is called for every sample of every rollout."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, read: Reader) -> None:
+        self._engine, self._read = engine, read
         self._answers: dict[int, asyncio.Future[Request]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; a client that goes away aborts it."""
         try:
-            request = read_request(_parse(await _read_body(receive)), self._engine.model, self._done)
+            request, write = self._read(_parse(await _read_body(receive)), self._engine.model, self._done)
         except RequestRefused as refusal:
             await _send(send, refusal.status, _error(refusal))
             return
@@ -68,7 +74,7 @@ class GenerateRoute:
         if request.error is not None:
             await _send(send, request.error_status, _error(request.error))
         else:
-            await _send(send, 200, orjson.dumps(answer(request, self._engine.model)))
+            await _send(send, 200, orjson.dumps(write()))
 
     def _done(self, finished: list[Request]) -> None:
         assert self._loop is not None  # set before the request was submitted
@@ -80,6 +86,11 @@ class GenerateRoute:
             answered = self._answers.get(id(request))
             if answered is not None and not answered.done():
                 answered.set_result(request)
+
+
+def _read_generate(body: Any, model: LoadedModel, done: Callable[[list[Request]], None]) -> tuple[Request, Answer]:
+    request = read_request(body, model, done)
+    return request, lambda: answer(request, model)
 
 
 def _add_information(app: FastAPI, engine: Engine) -> None:
@@ -95,7 +106,7 @@ def _add_information(app: FastAPI, engine: Engine) -> None:
             try:
                 token = await asyncio.wait_for(asyncio.wrap_future(engine.call(engine.probe)), _PROBE_TIMEOUT_S)
                 return _json({"status": "ok", "token": token})
-            except (TimeoutError, EngineError) as error:
+            except (TimeoutError, EngineError, RequestRefused) as error:
                 reason = str(error) or f"no token within {_PROBE_TIMEOUT_S:.0f} s"
         return _json({"reason": reason}, 503)
 
@@ -200,6 +211,16 @@ def _add_controls(app: FastAPI, engine: Engine, api_key: str | None) -> None:
         await on_engine(lambda: engine.set_version(new_version, abort))
         return {"new_version": new_version}
 
+    async def release_memory_occupation(body: dict[str, Any]) -> dict[str, Any]:
+        tags = _tags(body)
+        await on_engine(lambda: engine.release_memory(tags))
+        return {"message": f"released {', '.join(tags)}"}
+
+    async def resume_memory_occupation(body: dict[str, Any]) -> dict[str, Any]:
+        tags = _tags(body)
+        await on_engine(lambda: engine.resume_memory(tags))
+        return {"message": f"resumed {', '.join(tags)}"}
+
     async def weights_checker(body: dict[str, Any]) -> dict[str, Any]:
         action = body.get("action")
         if action == "checksum":
@@ -224,6 +245,8 @@ def _add_controls(app: FastAPI, engine: Engine, api_key: str | None) -> None:
     update_fields = {"serialized_named_tensors", "load_format", "flush_cache", "weight_version", "abort_all_requests"}
     control("/update_weights_from_tensor", frozenset(update_fields), update_weights_from_tensor)
     control("/update_weight_version", frozenset({"new_version", "abort_all_requests"}), update_weight_version)
+    control("/release_memory_occupation", frozenset({"tags"}), release_memory_occupation)
+    control("/resume_memory_occupation", frozenset({"tags"}), resume_memory_occupation)
     control("/weights_checker", frozenset({"action"}), weights_checker)
 
 
@@ -246,6 +269,14 @@ def _field(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
     if type(value) is not kind:
         raise RequestRefused(f"{name} is {value!r}; it must be of type {kind.__name__}")
     return value
+
+
+def _tags(body: dict[str, Any]) -> list[str]:
+    """The tags of a memory route; none, or an empty list, means all."""
+    tags = _field(body, "tags", list, None) or list(MEMORY_TAGS)
+    if not all(isinstance(tag, str) for tag in tags):
+        raise RequestRefused(f"tags is {tags!r}; it must be a list of strings")
+    return tags
 
 
 async def _read_body(receive: Receive) -> bytes:

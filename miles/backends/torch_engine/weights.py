@@ -26,6 +26,10 @@ class WeightStore:
         """Names replaced since the last complete update."""
         self.half_updated: str | None = None
         """Why the weights may be half of one version and half of another; None when they are whole."""
+        self.released = False
+        """Whether the parameters hold no memory."""
+        self.absent: str | None = None
+        """Why there are no weights to compute with, from a release until a complete update; None when there are."""
 
     @property
     def names(self) -> list[str]:
@@ -39,6 +43,7 @@ class WeightStore:
         fit by name, shape or dtype; the weights count as half updated from then on, until an update that ends with a
         complete bucket has sent every parameter.
         """
+        self._require_memory()
         problems = self._problems(named)
         if problems:
             self.fail(
@@ -53,7 +58,7 @@ class WeightStore:
                 set(self._parameters) - self.received - ({_EMBEDDING} if _HEAD in self.received else set())
             )
             if self.half_updated is None or not missing:
-                self.half_updated = None
+                self.half_updated = self.absent = None
             else:
                 self.half_updated = (
                     f"weights are half updated: an update failed, and the next did not send {len(missing)} of "
@@ -69,7 +74,40 @@ class WeightStore:
 
     def checksums(self) -> dict[str, str]:
         """Checksum of every parameter by name."""
+        self._require_memory()
         return {name: checksum_tensor(parameter) for name, parameter in self._parameters.items()}
+
+    def release(self) -> None:
+        """Give the memory of all parameters back; they keep their shapes. Repeating it does nothing."""
+        if self.released:
+            return
+        for parameter in self._parameters.values():
+            if not parameter.untyped_storage().resizable():
+                parameter.data = parameter.data.clone()  # it lay in a mapped file
+            parameter.untyped_storage().resize_(0)
+        self.released = True
+        self.received = set()
+        self.absent = self.half_updated = (
+            "the weights are released; POST /resume_memory_occupation, then send a complete update"
+        )
+
+    def restore(self) -> None:
+        """Give the parameters memory again, filled with zeros. Nothing happens where nothing was released."""
+        if not self.released:
+            return
+        for storage, size in self._storages():
+            storage.resize_(size)
+        for parameter in self._parameters.values():
+            parameter.data.zero_()
+        self.released = False
+        self.absent = self.half_updated = (
+            "the weights were released and are zeros until a complete update with its weight_version is sent"
+        )
+
+    def require_present(self) -> None:
+        """Raise RequestRefused (503) when there are no weights to compute with."""
+        if self.absent is not None:
+            raise RequestRefused(self.absent, 503)
 
     def take_snapshot(self) -> int:
         """Remember the checksums of the present weights; returns how many."""
@@ -78,6 +116,7 @@ class WeightStore:
 
     def fill_with_garbage(self, seed: int) -> None:
         """Overwrite every parameter with random numbers, so that one that is not sent again is noticed."""
+        self._require_memory()
         generator = torch.Generator().manual_seed(seed)
         for parameter in self._parameters.values():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
@@ -87,6 +126,20 @@ class WeightStore:
         if self._snapshot is None:
             raise RequestRefused("there is no snapshot to compare with; send the action snapshot first")
         return [name for name, value in self.checksums().items() if self._snapshot[name] != value]
+
+    def _require_memory(self) -> None:
+        if self.released:
+            raise RequestRefused("the weights are released; POST /resume_memory_occupation with the tag weights first")
+
+    def _storages(self) -> list[tuple[torch.UntypedStorage, int]]:
+        """Every storage once, with the bytes its parameters need: several may be slices of one."""
+        sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        for parameter in self._parameters.values():
+            storage = parameter.untyped_storage()
+            end = int(parameter.storage_offset() + parameter.numel()) * parameter.element_size()
+            _, size = sizes.get(storage._cdata, (storage, 0))
+            sizes[storage._cdata] = (storage, max(size, end))
+        return list(sizes.values())
 
     def _target(self, name: str) -> torch.nn.Parameter:
         return self._parameters[_EMBEDDING if self._tied and name == _HEAD else name]

@@ -11,6 +11,10 @@ from miles.utils.process import ServerProcess
 from tests.fast.torch_engine.support import Client, make_model
 
 TOKEN = "token-of-the-tests"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m.role }} {{ m.content }}{{ mark or '.' }}{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -23,7 +27,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+    folder = make_model(tmp_path_factory.mktemp("model"))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -100,6 +100,84 @@ def test_the_cache_may_grow_at_any_step_while_requests_join(
         assert_matches_reference(engine.model.hf, done)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_no_order_of_joins_aborts_updates_and_scores_changes_a_number(
+    model_folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "_PLACE_STEP", 4)
+    rng = random.Random(seed)
+    settings = EngineSettings(
+        str(model_folder),
+        threads=1,
+        kv_cache_mb=64,
+        prompt_cache_tokens=rng.choice([0, 40, 1000]),
+        max_prefill_tokens=rng.choice([16, 8192]),
+        max_running_requests=rng.choice([3, 64]),
+    )
+    engine = Engine(load_model(settings), settings)  # never started: the test takes its steps
+    engine._cache.budget_tokens = rng.choice([60, 150, 10**6])
+    prompts = random_prompts(6, seed=seed, longest=24)
+    finished: list[Request] = []
+
+    def wait_for(count: int) -> None:
+        for _ in range(count):
+            prompt = rng.choice(prompts)
+            start = rng.choice([-1, -1, rng.randrange(len(prompt))])
+            joining = request(
+                prompt, rng.choice([0, 1, 1, rng.randrange(2, 30)]), logprob_start_len=start, temperature=0.9
+            )
+            joining.done = finished.extend
+            engine._waiting.append(joining)
+
+    def check() -> None:
+        while finished:
+            done = finished.pop()
+            assert_matches_reference(engine.model.hf, done)
+            if done.input_logprobs is not None:
+                scores = reference_logprobs(engine.model.hf, done.input_ids, 0.9)[done.logprob_start_len :]
+                torch.testing.assert_close(torch.tensor(done.input_logprobs), scores, atol=1e-4, rtol=0)
+
+    with torch.inference_mode():
+        for _ in range(90):
+            wait_for(rng.choice([0, 0, 0, 1, 2, 5]))
+            live = [*engine._running, *engine._waiting]
+            match rng.randrange(12):
+                case 0 if live:
+                    engine.abort(rng.choice(live).rid, "test")
+                case 1 if live:
+                    for victim in rng.sample(live, rng.randrange(1, len(live) + 1)):
+                        engine.abort(victim.rid, "test")
+                case 2:
+                    engine.pause("retract")
+                    engine.resume()
+                case 3 if rng.random() < 0.3:
+                    engine.abort(None, "test")
+                    check()
+                    if rng.random() < 0.5:
+                        engine.release_memory(["kv_cache"])
+                        engine.resume_memory(["kv_cache"])
+                    with SharedMemoryCodec().encode(moved_weights(engine)) as bucket:
+                        engine.update_weights(bucket.payload, True, "1", False)
+            engine._admit()
+            if engine._running:
+                engine._decode()
+            assert len(engine._running) <= settings.max_running_requests
+            cells = engine._cache.slots * engine._cache.places
+            assert engine._cache.slots <= 1 or cells <= engine._cache.budget_tokens
+        while engine._running or engine._waiting:
+            engine._admit()
+            if engine._running:
+                engine._decode()
+        assert engine.counters.finished > 60
+        check()
+    assert not engine._rids - {r.rid for r in engine._waiting}
+
+
+def moved_weights(engine: Engine) -> list[tuple[str, torch.Tensor]]:
+    torch.manual_seed(engine.counters.finished)
+    return [(name, p.detach() + 0.05 * torch.randn_like(p)) for name, p in engine.model.hf.named_parameters()]
+
+
 def test_a_small_kv_budget_makes_requests_wait_and_changes_no_number(model_folder: Path) -> None:
     with running_engine(model_folder, kv_cache_mb=1) as engine:
         engine._cache.budget_tokens = 130

@@ -66,6 +66,8 @@ def test_control_routes_require_the_token_and_the_others_do_not(server: Client) 
             "/update_weights_from_tensor",
             "/update_weight_version",
             "/weights_checker",
+            "/release_memory_occupation",
+            "/resume_memory_occupation",
         ):
             status, answer = stranger.post(route)
             assert status == 401
@@ -209,13 +211,56 @@ def test_pause_abort_ends_requests_and_holds_new_ones_until_continue(server: Cli
         assert len(held.result()["output_ids"]) == 2
 
 
-def test_retract_is_refused_with_the_alternatives(server: Client) -> None:
-    status, answer = server.post("/pause_generation", {"mode": "retract"})
-    assert status == 400
-    assert "not supported yet by the torch engine; use" in answer["error"]["message"]
+def test_an_unknown_pause_mode_is_refused_with_the_known_ones(server: Client) -> None:
     status, answer = server.post("/pause_generation", {"mode": "stop"})
     assert status == 400
-    assert "'stop'" in answer["error"]["message"]
+    assert '\'stop\'; use "abort", "in_place" or "retract"' in answer["error"]["message"]
+    assert server.get("/server_info")[1]["paused"] is False
+
+
+def test_retracted_requests_wait_and_resume_from_their_tokens_so_far(server: Client, loaded: Weights) -> None:
+    params = {"ignore_eos": True, "sampling_seed": 5, "temperature": 0.8}
+    body = {"input_ids": [3, 4, 5], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    body["sampling_params"] = params | {"max_new_tokens": 250}
+    whole = server.post("/generate", body)[1]
+    with ThreadPoolExecutor(1) as pool:
+        before = server.get("/server_info")[1]["counters"]
+        task = pool.submit(server.post, "/generate", body)
+        while server.get("/server_info")[1]["num_running"] < 1:
+            assert not task.done()
+        assert server.post("/pause_generation", {"mode": "retract"})[0] == 200
+        info = server.get("/server_info")[1]
+        assert (info["num_running"], info["num_waiting"]) == (0, 1)
+        status, answer = server.post("/flush_cache")
+        assert status == 400
+        assert "0 requests run, 1 wait" in answer["error"]["message"]
+        assert send(server, loaded, "6", flush_cache=True)[0] == 400
+        assert send(server, loaded, "6", flush_cache=False)[0] == 200
+        assert not task.done()
+        assert server.post("/continue_generation")[0] == 200
+        status, made = task.result()
+    assert status == 200
+    after = server.get("/server_info")[1]["counters"]
+    assert after["prefill_tokens"] - before["prefill_tokens"] > 3 + 3
+    assert after["prompt_tokens"] - before["prompt_tokens"] == 3
+    assert made["output_ids"] == whole["output_ids"]
+    assert made["meta_info"]["weight_version"] == "6"
+    for name in ("output_token_logprobs", "input_token_logprobs", "output_top_logprobs", "input_top_logprobs"):
+        assert len(made["meta_info"][name]) == len(whole["meta_info"][name])
+    for (value, _, _), (expected, _, _) in zip(
+        made["meta_info"]["output_token_logprobs"], whole["meta_info"]["output_token_logprobs"], strict=True
+    ):
+        assert value == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_retracted_request_can_be_aborted_with_its_tokens_so_far(server: Client) -> None:
+    with one_running(server) as task:
+        assert server.post("/pause_generation", {"mode": "retract"})[0] == 200
+        assert server.post("/abort_request", {"abort_all": True})[1]["num_aborted"] == 1
+        answer = task.result()[1]
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < len(answer["output_ids"]) < 250
+        assert server.post("/flush_cache")[0] == 200
 
 
 def test_a_version_can_be_set_without_disturbing_requests(server: Client) -> None:

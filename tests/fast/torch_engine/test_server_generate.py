@@ -199,6 +199,7 @@ def test_fields_that_ask_for_nothing_are_accepted(server: Client) -> None:
         "stream": False,
         "return_routed_experts": False,
         "top_logprobs_num": 0,
+        "token_ids_logprob": None,
         "lora_path": None,
         "sampling_params": {"n": 1, "repetition_penalty": 1.0, "max_new_tokens": 1, "stop": None},
     }

@@ -17,11 +17,11 @@ from typing import Any
 
 from miles.config.batch_math import batch_plan
 from miles.config.dump import dump
-from miles.config.resources import num_engines, resolved_num_cpus, resolved_threads
+from miles.config.resources import num_engines, num_train_ranks, resolved_num_cpus, resolved_threads
 from miles.config.schema import RunConfig
 from miles.core.plugins import load_hooks
-from miles.core.ports import Metrics, Run
-from miles.errors import ConfigError, EngineError, Issue, MilesError
+from miles.core.ports import Metrics, RolloutBatch, Run
+from miles.errors import CheckpointError, ConfigError, EngineError, Issue, MilesError
 from miles.utils import checkpoint_folder, http_utils
 from miles.utils.run_folder import RESOLVED, make_run_folder
 from miles.utils.tracking_utils.console import Console
@@ -72,9 +72,10 @@ class SharedMachine:
 
 
 class NothingToPublish:
-    """Weights of a run without engines: there is nobody to publish to."""
+    """Weights of a run without engines or without a trainer: there is nobody to publish to, or nothing to publish."""
 
-    version = 0
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
 
     async def publish(self) -> Metrics:
         """Nothing."""
@@ -83,6 +84,18 @@ class NothingToPublish:
     async def publish_if_due(self, step: int) -> Metrics:
         """Nothing."""
         return {}
+
+
+class NoTrainer:
+    """Trainer of a run that only generates: a batch is reported and forgotten."""
+
+    async def train(self, batch: RolloutBatch) -> Metrics:
+        """The batch's metrics."""
+        return {**batch.metrics, "perf/train_time": 0.0}
+
+    async def save(self, folder: str) -> None:
+        """Raises CheckpointError: there is nothing to save."""
+        raise CheckpointError(f"{folder}: this run has no trainer whose state could be saved")
 
 
 @dataclass(frozen=True)
@@ -145,9 +158,9 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
     start_from = resume_point(config.checkpoint.load)
     if config.rollout.num_rollout is not None:
         steps_left(start_from.next_step, config.rollout.num_rollout)
-    engines = num_engines(config)
+    engines, ranks = num_engines(config), num_train_ranks(config)
     num_cpus = resolved_num_cpus(config)
-    cluster.check_placement({"trainer ranks": config.cluster.train_ranks, "engines": engines}, num_cpus)
+    cluster.check_placement({"trainer ranks": ranks, "engines": engines}, num_cpus)
     waits = Waits(report_s=config.cluster.wait_report_s, deadline_s=config.cluster.wait_timeout_s, report=long_wait)
     start_timeout_s = config.cluster.start_timeout_s
 
@@ -166,7 +179,7 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
             state=start_from.rollout,
         )
         manager = spawn(RolloutManager, config, spec, num_cpus=0)
-        trainers = [spawn(TrainActor, str(run_dir), rank, num_cpus=1) for rank in range(config.cluster.train_ranks)]
+        trainers = [spawn(TrainActor, str(run_dir), rank, num_cpus=1) for rank in range(ranks)]
         stack.push_async_callback(_close, [manager, *trainers])
 
         manager_start = asyncio.ensure_future(
@@ -196,10 +209,12 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
         tracker = RunTracker(run_dir, config.run.name, console, use_tensorboard=config.run.use_tensorboard)
         stack.callback(tracker.close)
         rollout = RolloutClient(manager, waits)
-        trainer = TrainGroup(trainers, waits, save_hf=config.checkpoint.save_hf)
         placement = SharedMachine()
-        weights: Any = NothingToPublish()
-        if facts.router:
+        trainer: Any = NoTrainer()
+        if trainers:
+            trainer = TrainGroup(trainers, waits, save_hf=config.checkpoint.save_hf)
+        weights: Any = NothingToPublish(start_from.weight_version)
+        if facts.router and trainers:
             from miles.backends.weight_sync.publisher import Publisher
 
             weights = Publisher(
@@ -233,6 +248,9 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
                 rollout=rollout,
                 weights=weights,
                 tracker=tracker,
+                sentinel=Path(sentinel) if (sentinel := config.checkpoint.save_trigger_sentinel) else None,
+                keep_last=config.checkpoint.keep_last,
+                loaded_from=start_from.folder,
             ),
             placement=placement,
             tracker=tracker,

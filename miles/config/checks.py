@@ -11,10 +11,11 @@ from typing import cast
 
 from miles.config.batch_math import derive_batch_plan
 from miles.config.known import Check
-from miles.config.resources import evaluates, needs_engines
+from miles.config.resources import evaluates, needs_engines, only_trains, saves
 from miles.config.schema import DataConfig, RolloutConfig, RunConfig
 from miles.config.walk import leaves
 from miles.errors import Issue
+from miles.utils.step_path import STEP
 
 INFERENCE_ROLLOUTS = (RolloutConfig().function_path, "miles.rollout.sglang_rollout.generate_rollout")
 """The built-in rollout functions that generate with the engines; the first is the default."""
@@ -192,7 +193,7 @@ def eval_has_data_and_interval(cfg: RunConfig) -> Iterator[Issue]:
             f"--eval-interval {cfg.eval.interval} is given, but nothing to evaluate on",
             "--eval-prompt-data NAME FILE.jsonl, or leave out --eval-interval",
         )
-    if given and not evaluates(cfg):
+    if given and not evaluates(cfg) and not only_trains(cfg):
         yield Issue(
             "eval.interval",
             "evaluation data is given, but no --eval-interval, so it would never be used",
@@ -218,12 +219,70 @@ def eval_names_are_pairs_and_unique(cfg: RunConfig) -> Iterator[Issue]:
 
 
 def saving_saves(cfg: RunConfig) -> Iterator[Issue]:
-    if cfg.checkpoint.save is not None and cfg.checkpoint.save_interval is None:
+    if saves(cfg) or cfg.debug.rollout_only or cfg.debug.load_rollout_data is not None:
+        return
+    without = "but without --save-interval or --save-trigger-sentinel nothing is saved"
+    if cfg.checkpoint.save is not None:
+        yield Issue("checkpoint.save", f"names {cfg.checkpoint.save}, {without}", "--save-interval STEPS")
+    if cfg.checkpoint.keep_last is not None:
+        problem = f"keeps {cfg.checkpoint.keep_last} checkpoints, {without}"
+        yield Issue("checkpoint.keep_last", problem, "--save-interval STEPS")
+
+
+def one_half_of_a_run_at_a_time(cfg: RunConfig) -> Iterator[Issue]:
+    debug = cfg.debug
+    if debug.rollout_only and debug.train_only:
+        problem = "--debug-rollout-only starts no trainer and --debug-train-only no engines: nothing would be left"
+        yield Issue("debug.rollout_only", problem, "leave out one of the two")
+    if debug.rollout_only and debug.load_rollout_data is not None:
+        problem = "--debug-rollout-only starts no trainer that could train on --load-debug-rollout-data"
+        yield Issue("debug.rollout_only", problem, "leave out one of the two")
+    if debug.save_rollout_data is not None and debug.load_rollout_data is not None:
+        problem = "--load-debug-rollout-data generates no samples that --save-debug-rollout-data could keep"
+        yield Issue("debug.save_rollout_data", problem, "leave out one of the two")
+
+
+def saved_samples_have_a_file_per_step(cfg: RunConfig) -> Iterator[Issue]:
+    for path, pattern, flag in (
+        ("debug.save_rollout_data", cfg.debug.save_rollout_data, "--save-debug-rollout-data"),
+        ("debug.load_rollout_data", cfg.debug.load_rollout_data, "--load-debug-rollout-data"),
+    ):
+        if pattern is not None and STEP not in pattern:
+            problem = f"{pattern} has no {STEP}, so all steps would share one file"
+            yield Issue(path, problem, f"{flag} 'FOLDER/{STEP}.jsonl'")
+
+
+def training_alone_needs_no_engines(cfg: RunConfig) -> Iterator[Issue]:
+    if not only_trains(cfg):
+        return
+    if cfg.debug.load_rollout_data is None and cfg.rollout.function_path in INFERENCE_ROLLOUTS:
         yield Issue(
-            "checkpoint.save",
-            f"names {cfg.checkpoint.save}, but without --save-interval nothing is saved",
-            "--save-interval STEPS",
+            "debug.train_only",
+            f"starts no engines, but {cfg.rollout.function_path} generates with them",
+            "--load-debug-rollout-data FILE, or a --rollout-function-path that makes samples without engines",
         )
+    if evaluates(cfg):
+        problem = (
+            f"--eval-interval {cfg.eval.interval} is given, but a run that only trains has no engines to evaluate"
+        )
+        yield Issue("eval.interval", problem, "--eval-interval null")
+    if cfg.debug.load_rollout_data is not None and saves(cfg):
+        yield Issue(
+            "debug.load_rollout_data",
+            "does not move through the prompts, so its checkpoints would resume at the wrong ones",
+            "--save-interval null --save-trigger-sentinel null",
+        )
+
+
+def generating_alone_has_no_checkpoints(cfg: RunConfig) -> Iterator[Issue]:
+    if not cfg.debug.rollout_only:
+        return
+    if saves(cfg):
+        problem = "starts no trainer, so there is nothing to save"
+        yield Issue("debug.rollout_only", problem, "--save-interval null --save-trigger-sentinel null")
+    if cfg.checkpoint.load is not None:
+        problem = "publishes no weights, so the engines would not hold those of --load"
+        yield Issue("debug.rollout_only", problem, "--hf-checkpoint CHECKPOINT/hf, and leave out --load")
 
 
 def custom_names_are_free(cfg: RunConfig) -> Iterator[Issue]:
@@ -279,6 +338,10 @@ CHECKS: tuple[Check, ...] = (
     eval_has_data_and_interval,
     eval_names_are_pairs_and_unique,
     saving_saves,
+    one_half_of_a_run_at_a_time,
+    saved_samples_have_a_file_per_step,
+    training_alone_needs_no_engines,
+    generating_alone_has_no_checkpoints,
     custom_names_are_free,
     custom_values_are_plain,
 )

@@ -11,12 +11,13 @@ from typing import Any, cast
 
 from miles.config.checks import length_issues
 from miles.config.known import Check, run_checks
-from miles.config.resources import machine_cores, needs_engines, num_engines, resolved_num_cpus
+from miles.config.resources import machine_cores, needs_engines, num_engines, num_train_ranks, resolved_num_cpus
 from miles.config.schema import DataConfig, RunConfig
 from miles.errors import CheckpointError, Issue
 from miles.utils import checkpoint_folder
 from miles.utils.jsonl import split_slice
 from miles.utils.run_folder import RESOLVED
+from miles.utils.step_path import STEP, step_path
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """Values of `model_type` in config.json that engine and trainer run."""
@@ -85,6 +86,36 @@ def checkpoint_is_complete(cfg: RunConfig) -> Iterator[Issue]:
         yield Issue("checkpoint.load", problem, fix or "--load FOLDER")
 
 
+def save_sentinel_is_a_file(cfg: RunConfig) -> Iterator[Issue]:
+    path = cfg.checkpoint.save_trigger_sentinel
+    if path is not None and Path(path).is_dir():
+        yield Issue("checkpoint.save_trigger_sentinel", f"{path} is a folder", "--save-trigger-sentinel FILE")
+
+
+def replayed_samples_exist(cfg: RunConfig) -> Iterator[Issue]:
+    pattern, steps = cfg.debug.load_rollout_data, cfg.rollout.num_rollout
+    if pattern is None or steps is None or STEP not in pattern:
+        return
+    files = [Path(step_path(pattern, step)) for step in range(_first_step(cfg), steps)]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        yield Issue(
+            "debug.load_rollout_data",
+            f"{len(missing)} of the {len(files)} files of this run's steps are missing: {', '.join(missing[:3])}",
+            "check the path, or lower --num-rollout to the steps that were saved",
+        )
+
+
+def _first_step(cfg: RunConfig) -> int:
+    """The first step of the run; 0 where a checkpoint cannot be read, which is told elsewhere."""
+    if cfg.checkpoint.load is None:
+        return 0
+    try:
+        return int(checkpoint_folder.read_state(checkpoint_folder.resolve(cfg.checkpoint.load))["next_step"])
+    except (CheckpointError, LookupError):
+        return 0
+
+
 def run_folder_is_free(cfg: RunConfig) -> Iterator[Issue]:
     if cfg.run.dir is None:
         return
@@ -101,7 +132,7 @@ def run_folder_is_free(cfg: RunConfig) -> Iterator[Issue]:
 
 
 def processes_can_be_placed(cfg: RunConfig) -> Iterator[Issue]:
-    ranks, engines, cpus = cfg.cluster.train_ranks, num_engines(cfg), resolved_num_cpus(cfg)
+    ranks, engines, cpus = num_train_ranks(cfg), num_engines(cfg), resolved_num_cpus(cfg)
     if ranks + engines > cpus:
         source = "--num-cpus" if cfg.cluster.num_cpus else f"this machine's {machine_cores()} cores"
         yield Issue(
@@ -240,6 +271,8 @@ PREFLIGHT: tuple[Check, ...] = (
     prompts_exist,
     eval_data_exists,
     checkpoint_is_complete,
+    save_sentinel_is_a_file,
+    replayed_samples_exist,
     run_folder_is_free,
     processes_can_be_placed,
     router_port_is_free,

@@ -35,11 +35,26 @@ def evaluates(cfg: RunConfig) -> bool:
     return cfg.eval.interval is not None
 
 
+def saves(cfg: RunConfig) -> bool:
+    """Whether the run writes checkpoints at all."""
+    return cfg.checkpoint.save_interval is not None or cfg.checkpoint.save_trigger_sentinel is not None
+
+
+def only_trains(cfg: RunConfig) -> bool:
+    """Whether the run is to do without engines, because it was told to or replays saved samples."""
+    return cfg.debug.train_only or cfg.debug.load_rollout_data is not None
+
+
 def needs_engines(cfg: RunConfig) -> bool:
-    """Whether anything generates: a policy is trained, or the run evaluates."""
-    return cfg.algorithm.loss_type == "policy_loss" or evaluates(cfg)
+    """Whether anything generates: a policy is trained on new samples, or the run evaluates."""
+    return not only_trains(cfg) and (cfg.algorithm.loss_type == "policy_loss" or evaluates(cfg))
 
 
 def num_engines(cfg: RunConfig) -> int:
     """Engines that the run starts."""
     return cfg.cluster.rollout_engines if needs_engines(cfg) else 0
+
+
+def num_train_ranks(cfg: RunConfig) -> int:
+    """Trainer processes that the run starts."""
+    return 0 if cfg.debug.rollout_only else cfg.cluster.train_ranks

@@ -276,9 +276,13 @@ class CheckpointConfig(ConfigModel):
     """Saving and resuming."""
 
     save: Annotated[str | None, Flag("--save")] = None
-    """Folder of checkpoints; unset takes RUN_DIR/checkpoints when `--save-interval` is given."""
+    """Folder of checkpoints; unset takes RUN_DIR/checkpoints."""
     save_interval: Annotated[PositiveInt | None, Flag("--save-interval")] = None
-    """Save every so many steps and after the last; unset never saves."""
+    """Save every so many steps and after the last; unset saves only when `--save-trigger-sentinel` asks for it."""
+    save_trigger_sentinel: Annotated[str | None, Flag("--save-trigger-sentinel")] = None
+    """File by which a checkpoint is asked for: when it exists after a step's training, the run saves and deletes it."""
+    keep_last: Annotated[PositiveInt | None, Flag("--keep-last")] = None
+    """Complete checkpoints to keep: each save removes older ones beyond so many, but never the one that the run was loaded from; unset keeps all."""
     save_hf: Annotated[bool, Flag("--save-hf")] = True
     """Put the model in Hugging Face format into every checkpoint, under `hf/`."""
     load: Annotated[str | None, Flag("--load")] = None
@@ -307,6 +311,19 @@ class ParityConfig(ConfigModel):
     """Fixed probe sequences scored by engine and trainer after a publish."""
     interval: PositiveInt = 10
     """Publishes between two probe comparisons; the first is always compared."""
+
+
+class DebugConfig(ConfigModel):
+    """Half a run at a time: generate without a trainer, or train without engines."""
+
+    save_rollout_data: Annotated[str | None, Flag("--save-debug-rollout-data")] = None
+    """File that keeps the samples of each step, to be trained on again: `data/{rollout_id}.jsonl`, where `{rollout_id}` becomes the step's number."""
+    load_rollout_data: Annotated[str | None, Flag("--load-debug-rollout-data")] = None
+    """Train on the samples that `--save-debug-rollout-data` wrote to this file; starts no engines, as with `--debug-train-only`."""
+    rollout_only: Annotated[bool, Flag("--debug-rollout-only")] = False
+    """Generate and evaluate with the weights of `--hf-checkpoint`; starts no trainer and publishes no weights."""
+    train_only: Annotated[bool, Flag("--debug-train-only")] = False
+    """Start neither engines nor router; the samples come from `--load-debug-rollout-data` or a rollout function that needs no engines."""
 
 
 class RunSectionConfig(ConfigModel):
@@ -338,5 +355,6 @@ class RunConfig(ConfigModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
     parity: ParityConfig = ParityConfig()
+    debug: DebugConfig = DebugConfig()
     custom: dict[str, Any] = {}
     """Open section for your own functions, read as `args.NAME`; `--custom-config-path FILE.yaml` fills it."""

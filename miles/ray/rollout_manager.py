@@ -27,9 +27,11 @@ from miles.rollout.data_source import RolloutDataSourceWithBuffer
 from miles.rollout.groups import flatten
 from miles.rollout.inference_rollout.compatibility import RolloutFnAdapter, load_rollout_fn
 from miles.rollout.metrics import dump_rows, eval_metrics, rollout_metrics
+from miles.rollout.saved_samples import SavedSamplesRolloutFn, save_groups
 from miles.rollout.train_data_conversion import to_train_batch
 from miles.utils import http_utils
 from miles.utils.process import TOKEN_VARIABLE, ServerProcess
+from miles.utils.step_path import step_path
 
 DEATH_NOTICE_S = 1.0
 
@@ -129,6 +131,11 @@ class RolloutManager:
         )
 
     def _build_functions(self) -> None:
+        if self._replays:
+            self._fn = RolloutFnAdapter(
+                "--load-debug-rollout-data", SavedSamplesRolloutFn(self._config.debug.load_rollout_data or "")
+            )
+            return
         parts = RolloutFnConstructorInput(self._args, self._source, self._ledger)
         rollout = self._config.rollout
         self._fn = load_rollout_fn(rollout.function_path, parts)
@@ -143,6 +150,8 @@ class RolloutManager:
         started_at = time.monotonic()
         output = await self._while_engines_live(self._fn(RolloutFnTrainInput(step, self._version)))
         seconds = time.monotonic() - started_at
+        if (pattern := self._config.debug.save_rollout_data) is not None:
+            await asyncio.to_thread(save_groups, step_path(pattern, step), step, output.samples)
         algorithm, reward = self._config.algorithm, self._config.reward
         post_process = load_function(reward.custom_post_process_path) if reward.custom_post_process_path else None
         data = to_train_batch(
@@ -154,7 +163,7 @@ class RolloutManager:
             reward_post_process=(lambda samples: post_process(self._args, samples)) if post_process else None,
             reward_post_process_path=reward.custom_post_process_path or "",
         )
-        group_indices = self._lease(output.samples)
+        group_indices = () if self._replays else self._lease(output.samples)
         metrics: Metrics = {
             **rollout_metrics(output.samples, reward_key=reward.reward_key, elapsed_s=seconds),
             **(self._source.metrics() if isinstance(self._source, RolloutDataSourceWithBuffer) else {}),
@@ -244,6 +253,11 @@ class RolloutManager:
             source.load(self._last_step)
         self._ledger.load_state_dict(state["ledger"])
         self._settle_buffer("partial", "ready")
+
+    @property
+    def _replays(self) -> bool:
+        """Whether the samples were saved by another run, in whose ledger their groups stand."""
+        return self._config.debug.load_rollout_data is not None
 
     @property
     def _keeps_groups(self) -> bool:

@@ -99,6 +99,30 @@ def _put_in_place(draft: Path, final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def remove_older(folder: str | Path, newest: int, keep: int, loaded_from: Path | None = None) -> None:
+    """Remove complete checkpoints older than `newest`, so that with it `keep` are left.
+
+    `loaded_from`, the checkpoint that the run started from, stays in any case, and so do those with a greater number.
+    A checkpoint loses its name before its files, so that none is ever left with a part of them. Raises CheckpointError
+    when one cannot be removed.
+    """
+    root = Path(folder)
+    older = [n for n in complete_iterations(root) if n < newest]
+    spare = [root / iteration_name(n) for n in older[: max(0, len(older) - (keep - 1))]]
+    protected = loaded_from.resolve() if loaded_from is not None else None
+    try:
+        for checkpoint in spare:
+            if checkpoint.resolve() != protected:
+                checkpoint.rename(root / f".{checkpoint.name}.{os.getpid()}.removed")
+        for removed in root.glob(".iter_*.removed"):
+            shutil.rmtree(removed)
+    except OSError as e:
+        raise CheckpointError(
+            f"{e.filename}: an old checkpoint cannot be removed ({e.strerror})\n"
+            "    fix: remove it yourself, or leave --keep-last out"
+        ) from e
+
+
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write `state.json`, versioned; raises CheckpointError when `state` holds what JSON cannot."""
     try:

@@ -236,9 +236,61 @@ def test_two_datasets_of_one_name_are_refused():
 
 def test_save_folder_without_an_interval_is_refused():
     assert only(*OK, "--save", "out") == (
-        "checkpoint.save: names out, but without --save-interval nothing is saved -> --save-interval STEPS"
+        "checkpoint.save: names out, but without --save-interval or --save-trigger-sentinel nothing is saved -> "
+        "--save-interval STEPS"
     )
     assert problems(*OK, "--save-interval", "5") == []
+    assert problems(*OK, "--save", "out", "--save-trigger-sentinel", "save-now") == []
+
+
+def test_keeping_checkpoints_that_are_never_written_is_refused():
+    assert only(*OK, "--keep-last", "2").startswith("checkpoint.keep_last: keeps 2 checkpoints, but without")
+    assert problems(*OK, "--keep-last", "2", "--save-trigger-sentinel", "save-now") == []
+
+
+REPLAY = ["--load-debug-rollout-data", "data/{rollout_id}.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "issue"),
+    [
+        (
+            ["--debug-rollout-only", *REPLAY],
+            "debug.rollout_only: --debug-rollout-only starts no trainer that could train on --load-debug-rollout-data",
+        ),
+        (
+            ["--save-debug-rollout-data", "new/{rollout_id}.jsonl", *REPLAY],
+            "debug.save_rollout_data: --load-debug-rollout-data generates no samples that",
+        ),
+        (
+            ["--debug-train-only"],
+            "debug.train_only: starts no engines, but miles.rollout.inference_rollout.InferenceRolloutFn generates",
+        ),
+        (
+            ["--debug-train-only", "--debug-rollout-only", "--rollout-function-path", "my.function"],
+            "debug.rollout_only: --debug-rollout-only starts no trainer and --debug-train-only no engines",
+        ),
+        (["--debug-rollout-only", "--save-interval", "1"], "debug.rollout_only: starts no trainer, so there is"),
+        (["--debug-rollout-only", "--load", "run/checkpoints"], "debug.rollout_only: publishes no weights, so"),
+        ([*REPLAY, "--save-interval", "1"], "debug.load_rollout_data: does not move through the prompts"),
+        (
+            [*REPLAY, "--eval-interval", "1", "--eval-prompt-data", "a", "a.jsonl"],
+            "eval.interval: --eval-interval 1 is given, but a run that only trains has no engines",
+        ),
+        (["--save-debug-rollout-data", "data.jsonl"], "debug.save_rollout_data: data.jsonl has no {rollout_id}"),
+        (["--load-debug-rollout-data", "data.jsonl"], "debug.load_rollout_data: data.jsonl has no {rollout_id}"),
+    ],
+)
+def test_halves_of_a_run_that_exclude_something_say_what(argv, issue):
+    assert only(*OK, *argv).startswith(issue)
+
+
+def test_each_half_of_a_run_alone_passes_and_keeps_the_recipes_other_settings():
+    assert problems(*OK, "--debug-rollout-only", "--save-debug-rollout-data", "data/{rollout_id}.jsonl") == []
+    evals = ["--eval-prompt-data", "a", "a.jsonl", "--eval-interval", "null"]
+    assert problems(*OK, *REPLAY, "--debug-train-only", "--save", "out", "--keep-last", "2", *evals) == []
+    assert problems(*OK, "--debug-train-only", "--rollout-function-path", "my.function") == []
+    assert problems(*SFT, "--debug-train-only", "--save-interval", "1") == []
 
 
 def test_custom_name_of_a_setting_is_refused():

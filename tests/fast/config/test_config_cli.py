@@ -84,6 +84,17 @@ def test_plan_of_supervised_training_has_no_engines(files):
     assert any("2 epochs of rows // 32 rollout steps" in line for line in lines)
 
 
+def test_plan_of_half_a_run_has_only_that_half(files):
+    lines = describe_plan(load(files.argv("--load-debug-rollout-data", "saved/{rollout_id}.jsonl")))
+    assert not any(line.startswith(("engines", "router")) for line in lines)
+    assert any(line.endswith("saved samples from saved/{rollout_id}.jsonl") for line in lines)
+    assert any("1 taken of the 2" in line for line in lines)
+    lines = describe_plan(load(files.argv("--debug-rollout-only")))
+    assert [line.split()[0] for line in lines[:5]] == ["driver", "rollout", "router", "engines", "logical"]
+    assert any("1 taken of the 2" in line for line in lines)
+    assert any("3 rollout steps, none of them trained on" in line for line in lines)
+
+
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_problems_of_settings_and_disk_come_together_with_status_2(files, capsys, dry):
     argv = files.argv("--kl-loss-coef", "1", "--hf-checkpoint", str(files.root / "gone"), "--rollout-batchsize", "8")

@@ -8,7 +8,7 @@ from miles.config.load import load, read
 from miles.config.preflight import preflight
 from miles.config.resources import machine_cores, num_engines, resolved_num_cpus, resolved_threads
 from miles.config.schema import ClusterConfig, RunConfig
-from miles.utils.checkpoint_folder import writing
+from miles.utils.checkpoint_folder import write_state, writing
 
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 SFT = ["--loss-type", "sft_loss", "--rollout-function-path", "miles.rollout.sft_rollout.generate_rollout"]
@@ -266,3 +266,32 @@ def test_lengths_are_held_against_the_models_positions(files):
 def test_looks_that_need_a_wrong_setting_are_skipped(files):
     reading = read(files.argv("--train-ranks", "x", "--prompt-data", "none.jsonl"))
     assert [issue.path for issue in preflight(reading.config, reading.unknown)] == ["data.prompt_data"]
+
+
+def test_half_a_run_needs_room_for_its_own_processes_only(files):
+    many = ["--train-ranks", "2", "--rollout-engines", "2"]
+    assert only(files.argv(*many)).startswith("cluster.num_cpus: 2 trainer rank(s) and 2 engine(s) take 4")
+    assert problems(files.argv(*many, "--debug-rollout-only")) == []
+    saved = files.root / "{rollout_id}.jsonl"
+    for step in range(3):
+        (files.root / f"{step}.jsonl").write_text("")
+    assert problems(files.argv(*many, "--load-debug-rollout-data", str(saved))) == []
+
+
+def test_steps_whose_saved_samples_are_missing_are_named_from_the_checkpoints_step_on(files):
+    saved = ["--load-debug-rollout-data", str(files.root / "{rollout_id}.jsonl")]
+    (files.root / "1.jsonl").write_text("")
+    found = only(files.argv(*saved))
+    assert "2 of the 3 files of this run's steps are missing" in found
+    assert f"{files.root / '0.jsonl'}, {files.root / '2.jsonl'}" in found
+    with writing(files.root / "checkpoints", 1) as draft:
+        write_state(draft, {"next_step": 1})
+    resumed = [*saved, "--load", str(files.root / "checkpoints")]
+    assert problems(files.argv(*resumed, "--num-rollout", "2")) == []
+
+
+def test_a_folder_cannot_ask_for_a_checkpoint(files):
+    assert only(files.argv("--save-trigger-sentinel", str(files.root))) == (
+        f"checkpoint.save_trigger_sentinel: {files.root} is a folder -> --save-trigger-sentinel FILE"
+    )
+    assert problems(files.argv("--save-trigger-sentinel", str(files.root / "save-now"))) == []

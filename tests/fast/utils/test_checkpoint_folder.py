@@ -89,3 +89,45 @@ def test_what_a_killed_run_left_half_written_is_removed_by_the_next_save(tmp_pat
     (tmp_path / ".iter_0000004.123.partial").mkdir()
     save(tmp_path, 5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000005", ckpt.LATEST]
+
+
+def names(root):
+    return sorted(p.name for p in root.iterdir() if p.name != ckpt.LATEST)
+
+
+def test_older_checkpoints_beyond_those_to_keep_are_removed(tmp_path):
+    for iteration in (1, 2, 3, 4):
+        save(tmp_path, iteration)
+    ckpt.remove_older(tmp_path, 4, 2)
+    assert names(tmp_path) == ["iter_0000003", "iter_0000004"]
+    ckpt.remove_older(tmp_path, 4, 5)
+    assert names(tmp_path) == ["iter_0000003", "iter_0000004"]
+    ckpt.remove_older(tmp_path, 4, 1)
+    assert ckpt.resolve(tmp_path).name == "iter_0000004"
+
+
+def test_what_is_never_removed_the_newest_the_loaded_later_ones_and_incomplete_ones(tmp_path):
+    for iteration in (1, 2, 3, 4, 9):
+        save(tmp_path, iteration)
+    (tmp_path / "iter_0000002" / ckpt.MARKER).unlink()
+    ckpt.remove_older(tmp_path, 4, 1, tmp_path / "." / "iter_0000001")
+    assert names(tmp_path) == ["iter_0000001", "iter_0000002", "iter_0000004", "iter_0000009"]
+
+
+def test_a_removal_that_was_killed_is_finished_by_the_next(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / ".iter_0000000.7.removed").mkdir()
+    ckpt.remove_older(tmp_path, 1, 1)
+    assert names(tmp_path) == ["iter_0000001"]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_told(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    def refuse(self, target):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(CheckpointError, match="iter_0000001: an old checkpoint cannot be removed"):
+        ckpt.remove_older(tmp_path, 2, 1)

@@ -68,16 +68,16 @@ class Worker:
         sock = bind_socket(self.host, self.port)
         self.port = sock.getsockname()[1]
         started = threading.Event()
-        self.tasks: set[asyncio.Task[None]] = set()
 
         async def serve() -> None:
             self.server = await asyncio.start_server(self._connection, sock=sock)
             started.set()
             await self._stopped.wait()
             self.server.close()
-            for task in list(self.tasks):
-                task.cancel()
-            await asyncio.gather(*self.tasks, return_exceptions=True)
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:  # also connections that only now begin
+                for task in others:
+                    task.cancel()
+                await asyncio.gather(*others, return_exceptions=True)
 
         self.loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
@@ -99,9 +99,6 @@ class Worker:
         return url_of(self.host, self.port)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self.tasks.add(task)
         try:
             while head := await _head(reader):
                 first, *lines = head.decode("latin-1").split("\r\n")
@@ -131,7 +128,6 @@ class Worker:
         except asyncio.CancelledError:
             return  # the server stops
         finally:
-            self.tasks.discard(task)
             writer.close()
 
 

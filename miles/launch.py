@@ -13,20 +13,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles.config.batch_math import batch_plan
 from miles.config.dump import dump
 from miles.config.resources import num_engines, num_train_ranks, resolved_num_cpus, resolved_threads
 from miles.config.schema import RunConfig
 from miles.core.plugins import load_hooks
-from miles.core.ports import Metrics, RolloutBatch, Run
+from miles.core.ports import Metrics, RolloutBatch, Run, Tracker
 from miles.errors import CheckpointError, ConfigError, EngineError, Issue, MilesError
 from miles.utils import checkpoint_folder, http_utils
 from miles.utils.run_folder import RESOLVED, make_run_folder
 from miles.utils.tracking_utils.console import Console
 from miles.utils.tracking_utils.events import EventLog
 from miles.utils.waits import Waits
+
+if TYPE_CHECKING:
+    from miles.ray.rollout_manager import ManagerFacts
 
 WORKERS = {"fsdp": "miles.backends.fsdp_utils.worker.FsdpTrainWorker"}
 CODEC = "miles.backends.torch_engine.payload.SharedMemoryCodec"
@@ -143,12 +146,6 @@ def steps_left(next_step: int, num_rollout: int) -> range:
 async def build(config: RunConfig, run_dir: Path, console: Console, events: EventLog) -> AsyncIterator[Run]:
     """Start everything that `config` asks for; everything ends when the context does, however it ends."""
     from miles.ray import cluster
-    from miles.ray.actor_process import spawn
-    from miles.ray.checkpoints import IntervalCheckpoints
-    from miles.ray.rollout_client import IntervalEvaluation, RolloutClient
-    from miles.ray.rollout_manager import ManagerSpec, RolloutManager
-    from miles.ray.train_actor import TrainActor
-    from miles.ray.train_group import TrainGroup
     from miles.utils.tracking_utils.tracker import RunTracker
 
     def long_wait(text: str) -> None:
@@ -158,109 +155,141 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
     start_from = resume_point(config.checkpoint.load)
     if config.rollout.num_rollout is not None:
         steps_left(start_from.next_step, config.rollout.num_rollout)
-    engines, ranks = num_engines(config), num_train_ranks(config)
     num_cpus = resolved_num_cpus(config)
-    cluster.check_placement({"trainer ranks": ranks, "engines": engines}, num_cpus)
+    cluster.check_placement({"trainer ranks": num_train_ranks(config), "engines": num_engines(config)}, num_cpus)
     waits = Waits(report_s=config.cluster.wait_report_s, deadline_s=config.cluster.wait_timeout_s, report=long_wait)
-    start_timeout_s = config.cluster.start_timeout_s
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(http_utils.aclose)
         stack.callback(cluster.stop)
         cluster.start(num_cpus)
         _answer_signals(waits, console)
-        spec = ManagerSpec(
-            run_dir=str(run_dir),
-            num_engines=engines,
-            engine_command=tuple(engine_command(config)),
-            router_command=tuple(router_command(config)),
-            token=secrets.token_urlsafe(24),
-            start_rollout_id=start_from.next_step,
-            state=start_from.rollout,
-        )
-        manager = spawn(RolloutManager, config, spec, num_cpus=0)
-        trainers = [spawn(TrainActor, str(run_dir), rank, num_cpus=1) for rank in range(ranks)]
-        stack.push_async_callback(_close, [manager, *trainers])
-
-        manager_start = asyncio.ensure_future(
-            waits.on("rollout manager", "start", _ref(manager.start.remote()), deadline_s=start_timeout_s)
-        )
-        num_rollout = config.rollout.num_rollout
-        if num_rollout is None:
-            num_rollout = steps_of_epochs(config, (await manager_start).num_prompts)
-        rendezvous = run_dir / f".rendezvous-{os.getpid()}"
-        stack.callback(rendezvous.unlink, missing_ok=True)
-        init = {
-            "world_size": len(trainers),
-            "init_method": f"file://{rendezvous}",
-            "total_optimizer_steps": num_rollout * batch_plan(config).num_steps_per_rollout,
-            "threads": resolved_threads(config),
-        }
-        load_folder = str(start_from.folder / "trainer") if start_from.folder else None
-        worker_path = WORKERS[config.train.backend]
-        trainer_starts = [_ref(t.start.remote(config, worker_path, CODEC, init, load_folder)) for t in trainers]
-        trainer_start = waits.on("trainer", "start", asyncio.gather(*trainer_starts), deadline_s=start_timeout_s)
-        facts, _ = await asyncio.gather(manager_start, trainer_start)
-        events.add(
-            "started", engines=[e.pid for e in facts.engines], router=facts.router.pid if facts.router else None
-        )
-
-        steps = steps_left(start_from.next_step, num_rollout)
+        started = await _start(config, run_dir, start_from, waits, stack)
+        router, engines = started.facts.router, started.facts.engines
+        events.add("started", engines=[e.pid for e in engines], router=router.pid if router else None)
         tracker = RunTracker(run_dir, config.run.name, console, use_tensorboard=config.run.use_tensorboard)
         stack.callback(tracker.close)
-        rollout = RolloutClient(manager, waits)
-        placement = SharedMachine()
-        trainer: Any = NoTrainer()
-        if trainers:
-            trainer = TrainGroup(trainers, waits, save_hf=config.checkpoint.save_hf)
-        weights: Any = NothingToPublish(start_from.weight_version)
-        if facts.router and trainers:
-            from miles.backends.weight_sync.publisher import Publisher
-
-            weights = Publisher(
-                trainer,
-                facts.router,
-                facts.engines,
-                placement,
-                rollout.set_weight_version,
-                tracker,
-                waits,
-                version=start_from.weight_version,
-                first_step=start_from.next_step,
-                verify=config.weights.verify,
-                probe_interval=config.parity.interval if config.parity.enabled else 0,
-            )
-        save_folder = Path(config.checkpoint.save) if config.checkpoint.save else run_dir / "checkpoints"
+        steps = steps_left(start_from.next_step, started.num_rollout)
         console.start(steps)
-        run = Run(
-            steps=steps,
-            rollout=rollout,
-            trainer=trainer,
-            weights=weights,
-            evaluation=IntervalEvaluation(
-                rollout, tracker, steps, config.eval.interval, before=config.eval.before_train
-            ),
-            checkpoints=IntervalCheckpoints(
-                save_folder,
-                config.checkpoint.save_interval,
-                steps,
-                trainer=trainer,
-                rollout=rollout,
-                weights=weights,
-                tracker=tracker,
-                sentinel=Path(sentinel) if (sentinel := config.checkpoint.save_trigger_sentinel) else None,
-                keep_last=config.checkpoint.keep_last,
-                loaded_from=start_from.folder,
-            ),
-            placement=placement,
-            tracker=tracker,
-        )
         try:
-            yield run
+            yield _assemble(config, run_dir, start_from, started, steps, tracker, waits)
         except EngineError as error:
-            if death := await manager.dead_engine.remote():
+            if death := await started.manager.dead_engine.remote():
                 raise death from error
             raise
+
+
+@dataclass(frozen=True)
+class Started:
+    """The actors of a run, once they have started."""
+
+    manager: Any
+    trainers: list[Any]
+    facts: ManagerFacts
+    num_rollout: int
+
+
+async def _start(
+    config: RunConfig, run_dir: Path, start_from: Resumed, waits: Waits, stack: AsyncExitStack
+) -> Started:
+    """Start the rollout manager, which starts router and engines, and beside it the trainer ranks."""
+    from miles.ray.actor_process import spawn
+    from miles.ray.rollout_manager import ManagerSpec, RolloutManager
+    from miles.ray.train_actor import TrainActor
+
+    start_timeout_s = config.cluster.start_timeout_s
+    spec = ManagerSpec(
+        run_dir=str(run_dir),
+        num_engines=num_engines(config),
+        engine_command=tuple(engine_command(config)),
+        router_command=tuple(router_command(config)),
+        token=secrets.token_urlsafe(24),
+        start_rollout_id=start_from.next_step,
+        state=start_from.rollout,
+    )
+    manager = spawn(RolloutManager, config, spec, num_cpus=0)
+    trainers = [spawn(TrainActor, str(run_dir), rank, num_cpus=1) for rank in range(num_train_ranks(config))]
+    stack.push_async_callback(_close, [manager, *trainers])
+
+    manager_start = asyncio.ensure_future(
+        waits.on("rollout manager", "start", _ref(manager.start.remote()), deadline_s=start_timeout_s)
+    )
+    num_rollout = config.rollout.num_rollout
+    if num_rollout is None:
+        num_rollout = steps_of_epochs(config, (await manager_start).num_prompts)
+    rendezvous = run_dir / f".rendezvous-{os.getpid()}"
+    stack.callback(rendezvous.unlink, missing_ok=True)
+    init = {
+        "world_size": len(trainers),
+        "init_method": f"file://{rendezvous}",
+        "total_optimizer_steps": num_rollout * batch_plan(config).num_steps_per_rollout,
+        "threads": resolved_threads(config),
+    }
+    load_folder = str(start_from.folder / "trainer") if start_from.folder else None
+    worker_path = WORKERS[config.train.backend]
+    trainer_starts = [_ref(t.start.remote(config, worker_path, CODEC, init, load_folder)) for t in trainers]
+    trainer_start = waits.on("trainer", "start", asyncio.gather(*trainer_starts), deadline_s=start_timeout_s)
+    facts, _ = await asyncio.gather(manager_start, trainer_start)
+    return Started(manager, trainers, facts, num_rollout)
+
+
+def _assemble(
+    config: RunConfig,
+    run_dir: Path,
+    start_from: Resumed,
+    started: Started,
+    steps: range,
+    tracker: Tracker,
+    waits: Waits,
+) -> Run:
+    """Join what was started into the parts that the driver knows."""
+    from miles.backends.weight_sync.publisher import Publisher
+    from miles.ray.checkpoints import IntervalCheckpoints
+    from miles.ray.rollout_client import IntervalEvaluation, RolloutClient
+    from miles.ray.train_group import TrainGroup
+
+    rollout = RolloutClient(started.manager, waits)
+    placement = SharedMachine()
+    trainer: Any = NoTrainer()
+    weights: Any = NothingToPublish(start_from.weight_version)
+    if started.trainers:
+        trainer = TrainGroup(started.trainers, waits, save_hf=config.checkpoint.save_hf)
+    if started.trainers and started.facts.router:
+        weights = Publisher(
+            trainer,
+            started.facts.router,
+            started.facts.engines,
+            placement,
+            rollout.set_weight_version,
+            tracker,
+            waits,
+            version=start_from.weight_version,
+            first_step=start_from.next_step,
+            verify=config.weights.verify,
+            probe_interval=config.parity.interval if config.parity.enabled else 0,
+        )
+    checkpoint = config.checkpoint
+    return Run(
+        steps=steps,
+        rollout=rollout,
+        trainer=trainer,
+        weights=weights,
+        evaluation=IntervalEvaluation(rollout, tracker, steps, config.eval.interval, before=config.eval.before_train),
+        checkpoints=IntervalCheckpoints(
+            Path(checkpoint.save) if checkpoint.save else run_dir / "checkpoints",
+            checkpoint.save_interval,
+            steps,
+            trainer=trainer,
+            rollout=rollout,
+            weights=weights,
+            tracker=tracker,
+            sentinel=Path(checkpoint.save_trigger_sentinel) if checkpoint.save_trigger_sentinel else None,
+            keep_last=checkpoint.keep_last,
+            loaded_from=start_from.folder,
+        ),
+        placement=placement,
+        tracker=tracker,
+    )
 
 
 def _answer_signals(waits: Waits, console: Console) -> None:

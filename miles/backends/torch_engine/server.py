@@ -8,7 +8,7 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from fastapi import FastAPI
@@ -146,10 +146,15 @@ def _add_information(app: FastAPI, engine: Engine) -> None:
         )
 
 
-def _add_controls(app: FastAPI, engine: Engine, api_key: str | None) -> None:
-    async def on_engine(action: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(engine.call(action))
+class _Control(Protocol):
+    """Adds one control route: its path, the body fields it knows, and what it does."""
 
+    def __call__(
+        self, path: str, known: frozenset[str], handler: Handler, methods: tuple[str, ...] = ("POST",)
+    ) -> None: ...
+
+
+def _add_controls(app: FastAPI, engine: Engine, api_key: str | None) -> None:
     def control(path: str, known: frozenset[str], handler: Handler, methods: tuple[str, ...] = ("POST",)) -> None:
         async def endpoint(http: HttpRequest) -> Response:
             if not _authorised(http, api_key):
@@ -170,26 +175,43 @@ def _add_controls(app: FastAPI, engine: Engine, api_key: str | None) -> None:
 
         app.add_api_route(path, endpoint, methods=list(methods), response_model=None)
 
+    _add_request_controls(control, engine)
+    _add_weight_controls(control, engine)
+
+
+async def _on(engine: Engine, action: Callable[[], Any]) -> Any:
+    """Run `action` on the engine's thread between two steps."""
+    return await asyncio.wrap_future(engine.call(action))
+
+
+def _add_request_controls(control: _Control, engine: Engine) -> None:
     async def abort_request(body: dict[str, Any]) -> dict[str, Any]:
         rid, everything = _field(body, "rid", str, ""), _field(body, "abort_all", bool, False)
         if bool(rid) == everything:
             raise RequestRefused('give either {"rid": ...} or {"abort_all": true}')
         target = None if everything else rid
-        return {"num_aborted": await on_engine(lambda: engine.abort(target, "aborted by /abort_request"))}
+        return {"num_aborted": await _on(engine, lambda: engine.abort(target, "aborted by /abort_request"))}
 
     async def flush_cache(_: dict[str, Any]) -> dict[str, Any]:
-        await on_engine(engine.flush)
+        await _on(engine, engine.flush)
         return {"message": "cache flushed"}
 
     async def pause_generation(body: dict[str, Any]) -> dict[str, Any]:
         mode = _field(body, "mode", str, "abort")
-        await on_engine(lambda: engine.pause(mode))
+        await _on(engine, lambda: engine.pause(mode))
         return {"message": f"generation paused ({mode})"}
 
     async def continue_generation(_: dict[str, Any]) -> dict[str, Any]:
-        await on_engine(engine.resume)
+        await _on(engine, engine.resume)
         return {"message": "generation continues"}
 
+    control("/abort_request", frozenset({"rid", "abort_all"}), abort_request)
+    control("/flush_cache", frozenset(), flush_cache, ("GET", "POST"))
+    control("/pause_generation", frozenset({"mode"}), pause_generation)
+    control("/continue_generation", frozenset(), continue_generation)
+
+
+def _add_weight_controls(control: _Control, engine: Engine) -> None:
     async def update_weights_from_tensor(body: dict[str, Any]) -> dict[str, Any]:
         payloads = body.get("serialized_named_tensors")
         if not (isinstance(payloads, list) and len(payloads) == 1 and isinstance(payloads[0], str)):
@@ -200,7 +222,7 @@ def _add_controls(app: FastAPI, engine: Engine, api_key: str | None) -> None:
             )
         new_version = _field(body, "weight_version", str, None)
         flush, abort = _field(body, "flush_cache", bool, True), _field(body, "abort_all_requests", bool, False)
-        count = await on_engine(lambda: engine.update_weights(payloads[0], flush, new_version, abort))
+        count = await _on(engine, lambda: engine.update_weights(payloads[0], flush, new_version, abort))
         return {"message": f"{count} tensors replaced", "weight_version": engine.weight_version}
 
     async def update_weight_version(body: dict[str, Any]) -> dict[str, Any]:
@@ -208,40 +230,35 @@ def _add_controls(app: FastAPI, engine: Engine, api_key: str | None) -> None:
         if new_version is None:
             raise RequestRefused("new_version is missing")
         abort = _field(body, "abort_all_requests", bool, False)
-        await on_engine(lambda: engine.set_version(new_version, abort))
+        await _on(engine, lambda: engine.set_version(new_version, abort))
         return {"new_version": new_version}
 
     async def release_memory_occupation(body: dict[str, Any]) -> dict[str, Any]:
         tags = _tags(body)
-        await on_engine(lambda: engine.release_memory(tags))
+        await _on(engine, lambda: engine.release_memory(tags))
         return {"message": f"released {', '.join(tags)}"}
 
     async def resume_memory_occupation(body: dict[str, Any]) -> dict[str, Any]:
         tags = _tags(body)
-        await on_engine(lambda: engine.resume_memory(tags))
+        await _on(engine, lambda: engine.resume_memory(tags))
         return {"message": f"resumed {', '.join(tags)}"}
 
     async def weights_checker(body: dict[str, Any]) -> dict[str, Any]:
         action = body.get("action")
         if action == "checksum":
-            return {"checksums": await on_engine(engine.weights.checksums)}
+            return {"checksums": await _on(engine, engine.weights.checksums)}
         if action == "snapshot":
-            return {"num_parameters": await on_engine(engine.weights.take_snapshot)}
+            return {"num_parameters": await _on(engine, engine.weights.take_snapshot)}
         if action == "reset_tensors":
-            await on_engine(engine.reset_weights)
+            await _on(engine, engine.reset_weights)
             return {"message": "all weights are garbage until they are sent again"}
         if action == "compare":
-            differing = await on_engine(engine.weights.differing_from_snapshot)
+            differing = await _on(engine, engine.weights.differing_from_snapshot)
             if differing:
                 raise RequestRefused(f"{len(differing)} parameters differ from the snapshot: {', '.join(differing)}")
             return {"message": "all parameters equal the snapshot"}
         raise RequestRefused(f"action is {action!r}; use checksum, snapshot, reset_tensors or compare")
 
-    both = ("GET", "POST")
-    control("/abort_request", frozenset({"rid", "abort_all"}), abort_request)
-    control("/flush_cache", frozenset(), flush_cache, both)
-    control("/pause_generation", frozenset({"mode"}), pause_generation)
-    control("/continue_generation", frozenset(), continue_generation)
     update_fields = {"serialized_named_tensors", "load_format", "flush_cache", "weight_version", "abort_all_requests"}
     control("/update_weights_from_tensor", frozenset(update_fields), update_weights_from_tensor)
     control("/update_weight_version", frozenset({"new_version", "abort_all_requests"}), update_weight_version)

@@ -329,7 +329,10 @@ def test_a_group_reward_is_checked_as_one(hooks):
 
 
 def test_the_default_hooks_load():
-    load_hooks(RunConfig())
+    defaults = RunConfig()
+    load_hooks(defaults)
+    paths = {path for _, path in hooks_of(defaults)}
+    assert {defaults.rollout.function_path, defaults.data.source_path} <= paths
 
 
 def test_flags_of_a_hook_are_found(hooks):

@@ -18,6 +18,7 @@ import uvicorn
 from miles.backends.torch_engine.model_folder import check_folder
 from miles.backends.torch_engine.settings import EngineSettings, ServerSettings, parse_settings
 from miles.errors import EngineError, MilesError
+from miles.utils import heartbeat
 from miles.utils.process import die_with_parent, report_ready, watch_stdin
 
 _GIL_INTERVAL_S = 0.0005
@@ -75,6 +76,7 @@ def serve(settings: EngineSettings, server_settings: ServerSettings) -> None:
 
         def ready() -> None:
             port = sock.getsockname()[1]
+            heartbeat.start_as_child()
             logging.getLogger(__name__).info("serving %s on port %d", settings.model_path, port)
             if server_settings.ready_fd is not None:
                 report_ready(server_settings.ready_fd, {"port": port, "pid": os.getpid()})

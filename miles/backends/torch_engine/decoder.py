@@ -18,8 +18,9 @@ from miles.backends.torch_engine.kv_cache import PromptEntry, SlotCache
 from miles.errors import EngineError
 
 _LENGTH_STEP = 16
+_ROTARY_STEP = 256
 _ROWS_AT_ONCE = 256
-_SMALL_STEP_FLOP = 2.5e8
+SMALL_STEP_FLOP = 2.5e8
 """A step below this many operations runs on one thread."""
 _FREE_ROWS = 8
 """Reading the weights takes as long as about this many rows' products."""
@@ -69,7 +70,7 @@ class Decoder:
         self._threads_now = 0
         self._flop_per_token = 2 * sum(p.numel() for p in inner.layers.parameters())
         self._cos = self._sin = torch.empty(0)
-        self._extend_rotary(256)
+        self._extend_rotary(_ROTARY_STEP)
         if self._cos.shape[-1] != self.head_dim:
             raise EngineError(
                 f"the model rotates {self._cos.shape[-1]} of {self.head_dim} head dimensions; the torch engine "
@@ -104,19 +105,12 @@ class Decoder:
             start += count * length
         shape = (self.num_layers, 2, self.kv_heads, total, self.head_dim)
         kv = torch.empty(shape, dtype=self.dtype, device=self.device)
+        over_prompts = self._over_prompts(groups)
 
         def attend(layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
             kv[layer, 0] = k_TKD.transpose(0, 1)
             kv[layer, 1] = v_TKD.transpose(0, 1)
-            mixed_TND = torch.empty_like(q_TND)
-            for start, count, length in groups:
-                part = slice(start, start + count * length)
-                q, k, v = (x[part].unflatten(0, (count, length)).transpose(1, 2) for x in (q_TND, k_TKD, v_TKD))
-                mixed = F.scaled_dot_product_attention(
-                    q, k, v, is_causal=length > 1, scale=self.scale, enable_gqa=self.heads != self.kv_heads
-                )
-                mixed_TND[part] = mixed.transpose(1, 2).flatten(0, 1)
-            return mixed_TND.flatten(1)
+            return over_prompts(q_TND, k_TKD, v_TKD).flatten(1)
 
         hidden_TH = self._forward(ids_T, positions_T, attend)
         entries: list[PromptEntry | None] = [None] * len(prompts)
@@ -135,41 +129,78 @@ class Decoder:
         `lengths_B` tokens of each slot are in the cache, at most `longest`; the new token takes the next place.
         Returns final hidden states [B, H].
         """
-        batch = len(tokens_B)
-        self.use_threads(batch)
+        self.use_threads(len(tokens_B))
         self._extend_rotary(longest + 1)
+        rows = cache.rows(lengths_B)
+        over_slots = self._over_slots(lengths_B, longest, cache)
+
+        def attend(layer: int, q_BND: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> torch.Tensor:
+            cache.append(layer, rows, k_BKD, v_BKD)
+            return over_slots(layer, q_BND).flatten(1)
+
+        return self._forward(tokens_B, lengths_B, attend)
+
+    def _over_prompts(
+        self, groups: list[tuple[int, int, int]]
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Causal attention of packed prompts: queries [T, N, D], keys and values [T, K, D] to [T, N, D].
+
+        A group is (first row, prompts, tokens of each).
+        """
+
+        def attend(q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+            mixed_TND = torch.empty_like(q_TND)
+            for start, count, length in groups:
+                part = slice(start, start + count * length)
+                q, k, v = (x[part].unflatten(0, (count, length)).transpose(1, 2) for x in (q_TND, k_TKD, v_TKD))
+                mixed = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=length > 1, scale=self.scale, enable_gqa=self.heads != self.kv_heads
+                )
+                mixed_TND[part] = mixed.transpose(1, 2).flatten(0, 1)
+            return mixed_TND
+
+        return attend
+
+    def _over_slots(
+        self, lengths_B: torch.Tensor, longest: int, cache: SlotCache
+    ) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """Attention of one new token of every slot, whose keys are stored: layer and queries [B, N, D] to [B, K, G, D]."""
+        batch = len(lengths_B)
         span = min(-(-(longest + 1) // _LENGTH_STEP) * _LENGTH_STEP, cache.places)
         beyond = torch.arange(span, device=self.device) > lengths_B[:, None]
         mask_B11T = torch.zeros(beyond.shape, dtype=self.dtype, device=self.device)
         mask_B11T = mask_B11T.masked_fill_(beyond, float("-inf"))[:, None, None, :]
-        rows = cache.rows(lengths_B)
         views = cache.views(batch, span)
         grouped = (batch, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
 
-        def attend(layer: int, q_BND: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> torch.Tensor:
-            cache.append(layer, rows, k_BKD, v_BKD)
+        def attend(layer: int, q_BND: torch.Tensor) -> torch.Tensor:
             keys, values = views[layer]
-            mixed = F.scaled_dot_product_attention(
+            return F.scaled_dot_product_attention(
                 q_BND.reshape(grouped), keys, values, attn_mask=mask_B11T, scale=self.scale
             )
-            return mixed.reshape(batch, -1)
 
-        return self._forward(tokens_B, lengths_B, attend)
+        return attend
+
+    def places(self, tokens: int) -> int:
+        """Token places that a slot of `tokens` tokens needs in the cache."""
+        return tokens
 
     def logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
         """Next-token logits [B, V] in fp32 from final hidden states."""
         self.use_threads(len(hidden_BH))
-        return F.linear(hidden_BH, self._head).float()
+        return self._linear(hidden_BH, self._head).float()
 
     def logprobs(self, hidden_TH: torch.Tensor, temperature: float) -> Iterator[torch.Tensor]:
         """Log-probabilities [rows, V] in fp32 at a temperature after each hidden state, some rows at a time."""
         for chunk_CH in hidden_TH.split(_ROWS_AT_ONCE):
             logits_CV = self.logits(chunk_CH).div_(temperature)
-            yield logits_CV.sub_(logits_CV.logsumexp(1, keepdim=True))
+            peak_C1 = logits_CV.amax(1, keepdim=True)  # the operations of `sample`, in its order
+            logits_CV = logits_CV.sub_(peak_C1)
+            yield logits_CV.sub_(logits_CV.exp().sum(1, keepdim=True).log_())
 
     def use_threads(self, rows: int) -> None:
         """Choose the number of CPU threads for a step of `rows` tokens (of the calling thread)."""
-        wanted = 1 if max(rows, _FREE_ROWS) * self._flop_per_token < _SMALL_STEP_FLOP else self._threads
+        wanted = 1 if max(rows, _FREE_ROWS) * self._flop_per_token < SMALL_STEP_FLOP else self._threads
         if wanted != self._threads_now:
             torch.set_num_threads(wanted)
             self._threads_now = wanted
@@ -186,27 +217,35 @@ class Decoder:
         x = F.embedding(ids_T, self._embedding)
         for index, layer in enumerate(self._layers):
             normed = F.rms_norm(x, norm_H, layer.input_norm, self.eps)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(-1, every, self.head_dim)
+            qkv = self._linear(normed, layer.qkv, layer.qkv_bias).view(-1, every, self.head_dim)
             qk = qkv[:, :both]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, norm_D, None, self.eps) * layer.qk_norm
             qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
             mixed = attend(index, qk[:, : self.heads], qk[:, self.heads :], qkv[:, both:])
-            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            x = x + self._linear(mixed, layer.out, layer.out_bias)
             normed = F.rms_norm(x, norm_H, layer.post_norm, self.eps)
-            gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-            x = x + F.linear(self._activation(gate).mul_(up), layer.down, layer.down_bias)
+            gate, up = self._linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            x = x + self._linear(self._activation(gate).mul_(up), layer.down, layer.down_bias)
         return F.rms_norm(x, norm_H, self._final_norm, self.eps)
 
+    def _linear(self, x_TH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x_TH, weight, bias)
+
     def _extend_rotary(self, length: int) -> None:
-        """Keep cosines, and sines whose first half is negated, of at least `length` positions, from the model."""
+        """Keep cosines, and sines whose first half is negated, of at least `length` positions, from the model.
+
+        They are computed for as many positions at a time whatever the length, so that those of one never change.
+        """
         if length <= len(self._cos):
             return
-        positions = torch.arange(1 << (length - 1).bit_length(), device=self.device)
-        cos, sin = self._rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions[None])
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        positions = torch.arange(max(_ROTARY_STEP, 1 << (length - 1).bit_length()), device=self.device)
+        parts = [self._rotary(like, some[None]) for some in positions.split(_ROTARY_STEP)]
+        cos, sin = (torch.cat([part[i][0] for part in parts]) for i in (0, 1))
         sign = torch.ones(sin.shape[-1], dtype=sin.dtype, device=self.device)
         sign[: sin.shape[-1] // 2] = -1
-        self._cos, self._sin = cos[0].contiguous(), (sin[0] * sign).contiguous()
+        self._cos, self._sin = cos, sin * sign
 
 
 def _prepare(layer: Any) -> _Layer:

@@ -11,7 +11,7 @@ import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
@@ -20,13 +20,14 @@ import psutil
 import torch
 
 from miles.backends.torch_engine.decoder import Decoder
+from miles.backends.torch_engine.deterministic import DeterministicDecoder
 from miles.backends.torch_engine.kv_cache import PromptCache, PromptEntry, PromptKey, SlotCache
 from miles.backends.torch_engine.model import LoadedModel
 from miles.backends.torch_engine.payload import SharedMemoryCodec
 from miles.backends.torch_engine.request import Request, RequestRefused
 from miles.backends.torch_engine.sampling import BatchSampling, sample
 from miles.backends.torch_engine.settings import EngineSettings
-from miles.backends.torch_engine.weights import WeightStore
+from miles.backends.torch_engine.weights import NamedTensors, WeightStore
 from miles.errors import EngineError
 
 MEMORY_TAGS: tuple[str, ...] = ("weights", "kv_cache", "cuda_graph")
@@ -34,6 +35,10 @@ MEMORY_TAGS: tuple[str, ...] = ("weights", "kv_cache", "cuda_graph")
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_NO_SEED = (
+    "sampling_params.sampling_seed is missing; under --enable-deterministic-inference every request that draws carries "
+    "its own, since a seed made from the prompt would give all samples of a group the same tokens"
+)
 _NO_KV = "the KV cache is released; POST /resume_memory_occupation with the tag kv_cache"
 
 
@@ -65,8 +70,10 @@ class Engine:
     """
 
     def __init__(self, model: LoadedModel, settings: EngineSettings) -> None:
-        self.model, self.settings = model, settings
-        self.decoder = Decoder(model.hf, settings.threads)
+        self.model = model
+        make_decoder = DeterministicDecoder if settings.enable_deterministic_inference else Decoder
+        self.decoder = make_decoder(model.hf, settings.threads)
+        self.settings = replace(settings, dtype=str(self.decoder.dtype).removeprefix("torch."))
         self.weights = WeightStore(model.hf)
         self.weight_version = "0"
         self.counters = Counters()
@@ -209,7 +216,24 @@ class Engine:
     def update_weights(
         self, payload: str, flush_cache: bool, weight_version: str | None, abort_all_requests: bool
     ) -> int:
-        """Replace the weights of one bucket; a `weight_version` marks the last. Returns how many tensors."""
+        """Replace the weights of one encoded bucket; a `weight_version` marks the last. Returns how many tensors."""
+        return self.replace_weights(
+            lambda: self._codec.decode(payload), flush_cache, weight_version, abort_all_requests
+        )
+
+    def replace_weights(
+        self,
+        read: Callable[[], NamedTensors],
+        flush_cache: bool,
+        weight_version: str | None,
+        abort_all_requests: bool,
+        whole: bool = False,
+    ) -> int:
+        """Replace the weights that `read` gives; a `weight_version` marks the last bucket. Returns how many tensors.
+
+        `whole` says that they are the model's: then every parameter is among them, in any float dtype, and when they do
+        not fit, the present weights stay as they are.
+        """
         if self.weights.released:
             raise RequestRefused("the weights are released; POST /resume_memory_occupation with the tag weights first")
         if abort_all_requests:
@@ -222,11 +246,11 @@ class Engine:
         if flush_cache:
             self.flush()
         try:
-            named = self._codec.decode(payload)
+            named = self.weights.fitted(read()) if whole else read()
         except (ValueError, OSError) as error:
             self.weights.fail(str(error))
         self._weights_change()
-        self.weights.replace(named, complete=weight_version is not None)
+        self.weights.replace(named, complete=whole or weight_version is not None)
         self.decoder.refresh()
         if weight_version is not None:
             self.weight_version = weight_version
@@ -236,7 +260,7 @@ class Engine:
         """Name the present weights. Cached prompts of another version are not reused."""
         if abort_all_requests:
             self.abort(None, "the weight version changed")
-        self._prompts.clear()
+        self._weights_change()
         self.weight_version = version
 
     def release_memory(self, tags: Collection[str]) -> None:
@@ -269,8 +293,10 @@ class Engine:
 
     def reset_weights(self) -> None:
         """Fill all weights with garbage (a step of the proof that an update sends every parameter)."""
-        if self._running or self._waiting:
-            raise RequestRefused(f"{len(self._running)} requests run and {len(self._waiting)} wait; abort them first")
+        if (self._running or self._waiting) and not self.paused:
+            raise RequestRefused(
+                f"{len(self._running)} requests run and {len(self._waiting)} wait; abort them, or pause generation first"
+            )
         self._weights_change()
         self._garbage_seed += 1
         self.weights.fill_with_garbage(self._garbage_seed)
@@ -338,6 +364,9 @@ class Engine:
         elif (absent := self.weights.absent or (_NO_KV if self._kv_released else None)) is not None:
             item.error, item.error_status = absent, 503
             item.done([item])
+        elif self.settings.enable_deterministic_inference and item.params.draws and item.params.sampling_seed is None:
+            item.error, item.error_status = _NO_SEED, 400
+            item.done([item])
         else:
             self._rids.add(item.rid)
             self._waiting.append(item)
@@ -360,7 +389,8 @@ class Engine:
             request = self._waiting[0]
             slots = len(self._running) + len(batch) + 1
             longest = max(longest, request.longest)
-            if slots > self.settings.max_running_requests or not self._cache.fits(slots, longest):
+            room = self.decoder.places(longest)
+            if slots > self.settings.max_running_requests or not self._cache.fits(slots, room):
                 break
             key = request.prompt_key
             if request.scores_prompt or (key not in to_compute and self._prompts.get(key) is None):
@@ -439,8 +469,8 @@ class Engine:
             everyone = [*self._running, *(r for r, _ in going)]
             self._cache.ensure(
                 len(everyone),
-                max(r.length for r in everyone),
-                limit=max(r.longest for r in everyone),
+                self.decoder.places(max(r.length for r in everyone)),
+                limit=self.decoder.places(max(r.longest for r in everyone)),
                 used=used,
                 longest=max((r.length - 1 for r in self._running), default=0),  # the newest token has no KV yet
             )
@@ -453,7 +483,11 @@ class Engine:
         running = self._running
         longest = max(r.length for r in running)
         self._cache.ensure(
-            len(running), longest, limit=max(r.longest for r in running), used=len(running), longest=longest - 1
+            len(running),
+            self.decoder.places(longest),
+            limit=self.decoder.places(max(r.longest for r in running)),
+            used=len(running),
+            longest=longest - 1,
         )
         hidden_BH = self.decoder.decode(self._tokens_B, self._lengths_B, longest - 1, self._cache)
         assert self._sampling is not None  # set with every change of `_running`
@@ -486,7 +520,10 @@ class Engine:
 
     def _accept(self, request: Request, token: int, logprob: float) -> bool:
         if math.isfinite(logprob):
-            return request.accept(token, logprob)
+            finished = request.accept(token, logprob)
+            if request.stream and not finished and len(request.output_ids) >= request.show_at:
+                request.show_tokens(self.weight_version)
+            return finished
         request.error = self._not_finite(f"after {request.length} tokens")
         return True
 
@@ -537,6 +574,9 @@ class Engine:
             done(group)
 
     def _weights_change(self) -> None:
+        """Called before weights or version change: no chunk of a stream holds new tokens of two versions."""
+        for request in (*self._running, *self._waiting):
+            request.show_tokens(self.weight_version)
         self._prompts.clear()
 
     def _stop(self) -> None:

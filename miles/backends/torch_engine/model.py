@@ -15,6 +15,7 @@ from miles.backends.torch_engine.model_folder import check_folder
 from miles.backends.torch_engine.settings import EngineSettings
 from miles.errors import EngineError
 from miles.utils.hf import load_tokenizer
+from miles.utils.model_dtype import model_dtype
 
 _CHANGING_ROPE = ("dynamic", "longrope")
 
@@ -46,7 +47,8 @@ def load_model(settings: EngineSettings) -> LoadedModel:
     config = _read_config(folder)
     context_length = _context_length(config, settings.context_length)
     device = _device(settings.device)
-    hf = _load_weights(folder, config, getattr(torch, settings.dtype), device)
+    dtype = model_dtype(folder) if settings.dtype == "auto" else settings.dtype
+    hf = _load_weights(folder, config, getattr(torch, dtype), device)
     tokenizer = _load_tokenizer(folder)
     eos = _eos_token_ids(folder, config, tokenizer)
     return LoadedModel(hf, tokenizer, eos, context_length, str(folder))

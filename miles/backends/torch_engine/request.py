@@ -13,7 +13,7 @@ from miles.backends.torch_engine.alternatives import Alternatives, Entries
 from miles.backends.torch_engine.kv_cache import PromptKey
 from miles.backends.torch_engine.model import LoadedModel
 from miles.backends.torch_engine.sampling import SamplingParams
-from miles.backends.torch_engine.stop_strings import StopMatcher
+from miles.backends.torch_engine.stop_strings import INCOMPLETE, StopMatcher
 
 _FIELDS = frozenset(
     {
@@ -29,10 +29,10 @@ _FIELDS = frozenset(
         "stream",
     }
 )
-_SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
+_SAMPLING_FIELDS = frozenset({*SamplingParams.__dataclass_fields__, "stream_interval"})
+_FIRST_CHUNK_TOKENS = 8
 # Fields of the stock server that this engine lacks; a request may carry them with the value that asks for nothing.
 _NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "stream": (None, False),
     "return_routed_experts": (None, False),
     "return_indexer_topk": (None, False),
     "return_hidden_states": (None, False),
@@ -61,6 +61,15 @@ class RequestRefused(Exception):
         self.status = status
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The first `count` tokens of a request that runs; `weight_version` sampled those that no chunk had before."""
+
+    request: Request
+    count: int
+    weight_version: str
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence from arrival to answer. The engine thread owns it between `submit` and `done`."""
@@ -75,6 +84,17 @@ class Request:
     extra_key: str | None = None
     done: Callable[[list[Request]], None] = lambda finished: None
     """Called on the engine thread with the requests that finished in one step and share this callback."""
+    stream: bool = False
+    """Whether the client is shown the tokens so far while the request runs."""
+    stream_interval: int | None = None
+    """Tokens from one chunk to the next; None lets the distance grow, so that all chunks together are a small multiple
+    of the answer, since each holds everything so far."""
+    show: Callable[[Progress], None] = lambda progress: None
+    """Called on the engine thread with each chunk of a request that streams."""
+    shown: int = 0
+    """Tokens in the latest chunk."""
+    show_at: int = 1
+    """Tokens with which the next chunk is due."""
     stop_ids: frozenset[int] = frozenset()
     matcher: StopMatcher | None = None
     arrived_at: float = field(default_factory=time.monotonic)
@@ -120,6 +140,14 @@ class Request:
         """Go back to the queue, to be resumed by computing the prompt and the tokens so far."""
         self.prompt_key = (self.extra_key, (*self.input_ids, *self.output_ids))
 
+    def show_tokens(self, weight_version: str) -> None:
+        """Show a client that streams the tokens that no chunk has had yet, which `weight_version` sampled."""
+        count = len(self.output_ids)
+        if self.stream and count > self.shown:
+            self.shown = count
+            self.show_at = count + (self.stream_interval or max(_FIRST_CHUNK_TOKENS, count // 2))
+            self.show(Progress(self, count, weight_version))
+
     def accept(self, token: int, logprob: float) -> bool:
         """Append a drawn token; returns whether the request is finished.
 
@@ -144,12 +172,13 @@ def read_request(body: Any, model: LoadedModel, done: Callable[[list[Request]], 
     if not isinstance(body, dict):
         raise RequestRefused("the body of /generate is a JSON object")
     check_fields(body, _FIELDS, _NEUTRAL_FIELDS, "")
-    params = _read_sampling(body.get("sampling_params") or {}, model.vocab_size)
+    sampling = body.get("sampling_params") or {}
+    params = _read_sampling(sampling, model.vocab_size)
     input_ids = _read_prompt(body, model)
     context = model.context_length
     if len(input_ids) > context:
         raise RequestRefused(f"the prompt has {len(input_ids)} tokens, the context holds {context}")
-    if (body.get("sampling_params") or {}).get("max_new_tokens") is None:
+    if sampling.get("max_new_tokens") is None:
         params = _replace_max_new(params, min(params.max_new_tokens, context - len(input_ids)))
     if len(input_ids) + params.max_new_tokens > context:
         raise RequestRefused(
@@ -157,6 +186,9 @@ def read_request(body: Any, model: LoadedModel, done: Callable[[list[Request]], 
             f"{len(input_ids) + params.max_new_tokens} tokens, the context holds {context}; "
             f"ask for at most {context - len(input_ids)} new tokens"
         )
+    interval = typed(sampling, "stream_interval", int, None, "sampling_params.")
+    if interval is not None and interval < 1:
+        raise RequestRefused(f"sampling_params.stream_interval is {interval}; it must be at least 1")
     return_logprob = typed(body, "return_logprob", bool, False)
     start = typed(body, "logprob_start_len", int, -1)
     if start >= 0 and not return_logprob:
@@ -176,36 +208,41 @@ def read_request(body: Any, model: LoadedModel, done: Callable[[list[Request]], 
         token_ids_logprob=token_ids,
         extra_key=typed(body, "extra_key", str, None),
         done=done,
+        stream=typed(body, "stream", bool, False),
+        stream_interval=interval,
         stop_ids=frozenset() if params.ignore_eos else model.eos_token_ids | set(params.stop_token_ids),
         matcher=StopMatcher(params.stop, _text_decoder(model, params)) if params.stop else None,
     )
 
 
-def answer(request: Request, model: LoadedModel) -> dict[str, Any]:
-    """The JSON answer of a finished request."""
+def answer(request: Request, model: LoadedModel, progress: Progress | None = None) -> dict[str, Any]:
+    """The JSON answer of a finished request; with `progress`, a chunk with the tokens so far of a running one."""
+    count = len(request.output_ids) if progress is None else progress.count
+    ids = request.output_ids[:count]
     meta: dict[str, Any] = {
         "id": request.rid,
-        "finish_reason": request.finish_reason,
+        "finish_reason": request.finish_reason if progress is None else None,
         "prompt_tokens": len(request.input_ids),
-        "completion_tokens": len(request.output_ids),
+        "completion_tokens": count,
         "cached_tokens": request.cached_tokens,
-        "weight_version": request.weight_version,
-        "e2e_latency": request.finished_at - request.arrived_at,
+        "weight_version": request.weight_version if progress is None else progress.weight_version,
+        "e2e_latency": (request.finished_at if progress is None else time.monotonic()) - request.arrived_at,
     }
     if request.return_logprob:
-        pairs = zip(request.output_logprobs, request.output_ids, strict=True)
+        pairs = zip(request.output_logprobs[:count], ids, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
     if request.input_logprobs is not None:
-        ids = request.input_ids[request.logprob_start_len :]
+        scored = request.input_ids[request.logprob_start_len :]
         values = [None, *request.input_logprobs]
-        meta["input_token_logprobs"] = [[value, token, None] for value, token in zip(values, ids, strict=True)]
+        meta["input_token_logprobs"] = [[value, token, None] for value, token in zip(values, scored, strict=True)]
     if request.top_logprobs_num:
         meta["input_top_logprobs"] = _of_prompt(request, request.input_alternatives.top)
-        meta["output_top_logprobs"] = request.output_alternatives.top
+        meta["output_top_logprobs"] = request.output_alternatives.top[:count]
     if request.token_ids_logprob:
         meta["input_token_ids_logprobs"] = _of_prompt(request, request.input_alternatives.by_id)
-        meta["output_token_ids_logprobs"] = request.output_alternatives.by_id
-    return {"text": output_text(request, model), "output_ids": request.output_ids, "meta_info": meta}
+        meta["output_token_ids_logprobs"] = request.output_alternatives.by_id[:count]
+    text = output_text(request, model) if progress is None else text_so_far(ids, request, model)
+    return {"text": text, "output_ids": ids, "meta_info": meta}
 
 
 def _of_prompt(request: Request, positions: list[Entries]) -> list[Entries | None]:
@@ -226,6 +263,11 @@ def output_text(request: Request, model: LoadedModel) -> str:
     if trim and isinstance(matched, str) and (cut := text.find(matched)) >= 0:
         text = text[:cut]
     return text
+
+
+def text_so_far(ids: list[int], request: Request, model: LoadedModel) -> str:
+    """The text of a running request's first tokens, without a character that is not complete yet."""
+    return "" if model.tokenizer is None else _text_decoder(model, request.params)(ids).rstrip(INCOMPLETE)
 
 
 def _text_decoder(model: LoadedModel, params: SamplingParams) -> Callable[[list[int]], str]:

@@ -32,6 +32,11 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     sampling_seed: int | None = None
 
+    @property
+    def draws(self) -> bool:
+        """Whether chance decides anything."""
+        return self.temperature > 0 and self.max_new_tokens > 0
+
 
 class BatchSampling:
     """The sampling parameters of a batch as tensors; build it anew when the batch changes."""
@@ -125,20 +130,32 @@ def _draw(mass_BV: torch.Tensor, uniforms_B1: torch.Tensor) -> torch.Tensor:
 
 def _draw_cut(mass_CV: torch.Tensor, batch: BatchSampling, uniforms_C1: torch.Tensor) -> torch.Tensor:
     """Draw after top-k, top-p and min-p, each judged on the uncut distribution (a token must pass all three)."""
-    total_C1 = mass_CV.sum(1, keepdim=True)
+    cuts = (batch.top_p_C1 * mass_CV.sum(1, keepdim=True), batch.top_k_C1, batch.min_p_C1)
     width = min(mass_CV.shape[1], _TOP_CANDIDATES)
-    while True:
-        mass_CW, ids_CW = mass_CV.topk(width, dim=1)
-        sums_CW = mass_CW.cumsum(1)
-        ranks_W = torch.arange(width, device=mass_CV.device)
-        kept_CW = (
-            (sums_CW - mass_CW < batch.top_p_C1 * total_C1)
-            & (ranks_W < batch.top_k_C1)
-            & (mass_CW >= batch.min_p_C1 * mass_CW[:, :1])
-        )
-        if width == mass_CV.shape[1] or not bool(kept_CW[:, -1].any()):
-            break
-        width = mass_CV.shape[1]
+    tokens_C, wider_C = _draw_top(mass_CV, cuts, uniforms_C1, width)
+    if width < mass_CV.shape[1] and bool(wider_C.any()):
+        # Only the rows that need it: which of equal masses comes first may depend on the width.
+        rows = wider_C.nonzero().squeeze(1)
+        some = (cuts[0][rows], cuts[1][rows], cuts[2][rows])
+        tokens_C[rows], _ = _draw_top(mass_CV[rows], some, uniforms_C1[rows], mass_CV.shape[1])
+    return tokens_C
+
+
+def _draw_top(
+    mass_CV: torch.Tensor,
+    cuts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    uniforms_C1: torch.Tensor,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw among the `width` largest masses after the cuts by mass above, rank and share of the largest, each [C, 1].
+
+    Returns token ids [C], and [C] whether a row would keep more candidates than `width`.
+    """
+    mass_above_C1, top_k_C1, min_p_C1 = cuts
+    mass_CW, ids_CW = mass_CV.topk(width, dim=1)
+    sums_CW = mass_CW.cumsum(1)
+    ranks_W = torch.arange(width, device=mass_CV.device)
+    kept_CW = (sums_CW - mass_CW < mass_above_C1) & (ranks_W < top_k_C1) & (mass_CW >= min_p_C1 * mass_CW[:, :1])
     kept_CW[:, 0] = True
     picked_C = _draw(mass_CW * kept_CW, uniforms_C1)
-    return ids_CW.gather(1, picked_C[:, None]).squeeze(1)
+    return ids_CW.gather(1, picked_C[:, None]).squeeze(1), kept_CW[:, -1]

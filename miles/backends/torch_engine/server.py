@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from fastapi import FastAPI
@@ -18,13 +18,22 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from miles.backends.torch_engine.chat import read_chat
-from miles.backends.torch_engine.engine import MEMORY_TAGS, Engine
+from miles.backends.torch_engine.control_routes import Control, Handler, field, on_engine
+from miles.backends.torch_engine.engine import Engine
 from miles.backends.torch_engine.model import LoadedModel
-from miles.backends.torch_engine.request import Request, RequestRefused, answer, check_known, read_request
+from miles.backends.torch_engine.request import (
+    Progress,
+    Request,
+    RequestRefused,
+    answer,
+    check_known,
+    read_request,
+)
+from miles.backends.torch_engine.weight_routes import add_weight_controls
 from miles.errors import EngineError
 
-Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-Answer = Callable[[], dict[str, Any]]
+Answer = Callable[..., dict[str, Any]]
+"""Writes the answer of a finished request; of one that streams, given a `Progress`, also a chunk."""
 Reader = Callable[[Any, LoadedModel, Callable[[list[Request]], None]], tuple[Request, Answer]]
 _PROBE_TIMEOUT_S = 30.0
 
@@ -41,12 +50,40 @@ def create_app(engine: Engine, api_key: str | None = None) -> FastAPI:
     return app
 
 
+class _Client:
+    """What the engine has said about one request, until its client is told."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._progress: list[Progress] = []
+        self.news: asyncio.Future[None] = loop.create_future()
+        self.finished = False
+
+    def tell(self, progress: Progress | None) -> None:
+        """Note a chunk, or with None the end. A chunk replaces one of its version that the client has not had yet."""
+        if progress is None:
+            self.finished = True
+        else:
+            if self._progress and self._progress[-1].weight_version == progress.weight_version:
+                self._progress.pop()
+            self._progress.append(progress)
+        if not self.news.done():
+            self.news.set_result(None)
+
+    def take(self) -> list[Progress]:
+        """The chunks to send now."""
+        taken, self._progress = self._progress, []
+        if not self.finished:
+            self.news = self._loop.create_future()
+        return taken
+
+
 class GenerateRoute:
     """A route that generates, as a bare ASGI application: it is called for every sample of every rollout."""
 
     def __init__(self, engine: Engine, read: Reader) -> None:
         self._engine, self._read = engine, read
-        self._answers: dict[int, asyncio.Future[Request]] = {}
+        self._clients: dict[int, _Client] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,41 +93,67 @@ class GenerateRoute:
         except RequestRefused as refusal:
             await _send(send, refusal.status, _error(refusal))
             return
+        request.show = self._show
         self._loop = loop = asyncio.get_running_loop()
-        answered = self._answers[id(request)] = loop.create_future()
+        client = self._clients[id(request)] = _Client(loop)
         gone = asyncio.ensure_future(receive())
         try:
             self._engine.submit(request)
-            await asyncio.wait((answered, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not answered.done():
-                self._engine.call(lambda: self._engine.abort(request.rid, "the client went away"))
-                return
+            await self._answer(request, write, client, gone, send)
         except EngineError as error:
             await _send(send, 500, _error(error))
-            return
         finally:
             gone.cancel()
-            del self._answers[id(request)]
-        if request.error is not None:
-            await _send(send, request.error_status, _error(request.error))
-        else:
-            await _send(send, 200, orjson.dumps(write()))
+            del self._clients[id(request)]
+
+    async def _answer(
+        self, request: Request, write: Answer, client: _Client, gone: asyncio.Future[Any], send: Send
+    ) -> None:
+        """Send the answer when the request has finished, and before it the chunks of one that streams."""
+        begun = False
+        while True:
+            await asyncio.wait((client.news, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not client.news.done() or (gone.done() and not client.finished):
+                self._engine.call(lambda: self._engine.abort(request.rid, "the client went away"))
+                return
+            chunks = [_event(write(progress)) for progress in client.take() if not _is_superseded(progress, client)]
+            if not client.finished:
+                await _send_events(send, chunks, first=not begun, last=False)
+                begun = True
+                continue
+            end = write() if request.error is None else {"error": {"message": request.error}}
+            if request.stream and (begun or chunks or request.error is None):
+                await _send_events(send, [*chunks, _event(end)], first=not begun, last=True)
+            else:
+                await _send(send, 200 if request.error is None else request.error_status, orjson.dumps(end))
+            return
 
     def _done(self, finished: list[Request]) -> None:
+        self._on_loop(lambda: self._tell([(request, None) for request in finished]))
+
+    def _show(self, progress: Progress) -> None:
+        self._on_loop(lambda: self._tell([(progress.request, progress)]))
+
+    def _on_loop(self, action: Callable[[], None]) -> None:
         assert self._loop is not None  # set before the request was submitted
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._resolve, finished)
+            self._loop.call_soon_threadsafe(action)
 
-    def _resolve(self, finished: list[Request]) -> None:
-        for request in finished:
-            answered = self._answers.get(id(request))
-            if answered is not None and not answered.done():
-                answered.set_result(request)
+    def _tell(self, news: list[tuple[Request, Progress | None]]) -> None:
+        for request, progress in news:
+            client = self._clients.get(id(request))
+            if client is not None:
+                client.tell(progress)
+
+
+def _is_superseded(progress: Progress, client: _Client) -> bool:
+    """Whether the answer, which is there, tells the same and more."""
+    return client.finished and progress.weight_version == progress.request.weight_version
 
 
 def _read_generate(body: Any, model: LoadedModel, done: Callable[[list[Request]], None]) -> tuple[Request, Answer]:
     request = read_request(body, model, done)
-    return request, lambda: answer(request, model)
+    return request, lambda progress=None: answer(request, model, progress)
 
 
 def _add_information(app: FastAPI, engine: Engine) -> None:
@@ -139,19 +202,12 @@ def _add_information(app: FastAPI, engine: Engine) -> None:
                 "pid": os.getpid(),
                 "weight_version": engine.weight_version,
                 "paused": engine.paused,
+                "drops_kv_at_update": True,
                 "num_running": engine.num_running,
                 "num_waiting": engine.num_waiting,
                 "counters": asdict(engine.counters),
             }
         )
-
-
-class _Control(Protocol):
-    """Adds one control route: its path, the body fields it knows, and what it does."""
-
-    def __call__(
-        self, path: str, known: frozenset[str], handler: Handler, methods: tuple[str, ...] = ("POST",)
-    ) -> None: ...
 
 
 def _add_controls(app: FastAPI, engine: Engine, api_key: str | None) -> None:
@@ -176,95 +232,34 @@ def _add_controls(app: FastAPI, engine: Engine, api_key: str | None) -> None:
         app.add_api_route(path, endpoint, methods=list(methods), response_model=None)
 
     _add_request_controls(control, engine)
-    _add_weight_controls(control, engine)
+    add_weight_controls(control, engine)
 
 
-async def _on(engine: Engine, action: Callable[[], Any]) -> Any:
-    """Run `action` on the engine's thread between two steps."""
-    return await asyncio.wrap_future(engine.call(action))
-
-
-def _add_request_controls(control: _Control, engine: Engine) -> None:
+def _add_request_controls(control: Control, engine: Engine) -> None:
     async def abort_request(body: dict[str, Any]) -> dict[str, Any]:
-        rid, everything = _field(body, "rid", str, ""), _field(body, "abort_all", bool, False)
+        rid, everything = field(body, "rid", str, ""), field(body, "abort_all", bool, False)
         if bool(rid) == everything:
             raise RequestRefused('give either {"rid": ...} or {"abort_all": true}')
         target = None if everything else rid
-        return {"num_aborted": await _on(engine, lambda: engine.abort(target, "aborted by /abort_request"))}
+        return {"num_aborted": await on_engine(engine, lambda: engine.abort(target, "aborted by /abort_request"))}
 
     async def flush_cache(_: dict[str, Any]) -> dict[str, Any]:
-        await _on(engine, engine.flush)
+        await on_engine(engine, engine.flush)
         return {"message": "cache flushed"}
 
     async def pause_generation(body: dict[str, Any]) -> dict[str, Any]:
-        mode = _field(body, "mode", str, "abort")
-        await _on(engine, lambda: engine.pause(mode))
+        mode = field(body, "mode", str, "abort")
+        await on_engine(engine, lambda: engine.pause(mode))
         return {"message": f"generation paused ({mode})"}
 
     async def continue_generation(_: dict[str, Any]) -> dict[str, Any]:
-        await _on(engine, engine.resume)
+        await on_engine(engine, engine.resume)
         return {"message": "generation continues"}
 
     control("/abort_request", frozenset({"rid", "abort_all"}), abort_request)
     control("/flush_cache", frozenset(), flush_cache, ("GET", "POST"))
     control("/pause_generation", frozenset({"mode"}), pause_generation)
     control("/continue_generation", frozenset(), continue_generation)
-
-
-def _add_weight_controls(control: _Control, engine: Engine) -> None:
-    async def update_weights_from_tensor(body: dict[str, Any]) -> dict[str, Any]:
-        payloads = body.get("serialized_named_tensors")
-        if not (isinstance(payloads, list) and len(payloads) == 1 and isinstance(payloads[0], str)):
-            raise RequestRefused("serialized_named_tensors is a list of one string: this engine has one rank")
-        if body.get("load_format") != "flattened_bucket":
-            raise RequestRefused(
-                f'load_format is {body.get("load_format")!r}; the torch engine reads "flattened_bucket"'
-            )
-        new_version = _field(body, "weight_version", str, None)
-        flush, abort = _field(body, "flush_cache", bool, True), _field(body, "abort_all_requests", bool, False)
-        count = await _on(engine, lambda: engine.update_weights(payloads[0], flush, new_version, abort))
-        return {"message": f"{count} tensors replaced", "weight_version": engine.weight_version}
-
-    async def update_weight_version(body: dict[str, Any]) -> dict[str, Any]:
-        new_version = _field(body, "new_version", str, None)
-        if new_version is None:
-            raise RequestRefused("new_version is missing")
-        abort = _field(body, "abort_all_requests", bool, False)
-        await _on(engine, lambda: engine.set_version(new_version, abort))
-        return {"new_version": new_version}
-
-    async def release_memory_occupation(body: dict[str, Any]) -> dict[str, Any]:
-        tags = _tags(body)
-        await _on(engine, lambda: engine.release_memory(tags))
-        return {"message": f"released {', '.join(tags)}"}
-
-    async def resume_memory_occupation(body: dict[str, Any]) -> dict[str, Any]:
-        tags = _tags(body)
-        await _on(engine, lambda: engine.resume_memory(tags))
-        return {"message": f"resumed {', '.join(tags)}"}
-
-    async def weights_checker(body: dict[str, Any]) -> dict[str, Any]:
-        action = body.get("action")
-        if action == "checksum":
-            return {"checksums": await _on(engine, engine.weights.checksums)}
-        if action == "snapshot":
-            return {"num_parameters": await _on(engine, engine.weights.take_snapshot)}
-        if action == "reset_tensors":
-            await _on(engine, engine.reset_weights)
-            return {"message": "all weights are garbage until they are sent again"}
-        if action == "compare":
-            differing = await _on(engine, engine.weights.differing_from_snapshot)
-            if differing:
-                raise RequestRefused(f"{len(differing)} parameters differ from the snapshot: {', '.join(differing)}")
-            return {"message": "all parameters equal the snapshot"}
-        raise RequestRefused(f"action is {action!r}; use checksum, snapshot, reset_tensors or compare")
-
-    update_fields = {"serialized_named_tensors", "load_format", "flush_cache", "weight_version", "abort_all_requests"}
-    control("/update_weights_from_tensor", frozenset(update_fields), update_weights_from_tensor)
-    control("/update_weight_version", frozenset({"new_version", "abort_all_requests"}), update_weight_version)
-    control("/release_memory_occupation", frozenset({"tags"}), release_memory_occupation)
-    control("/resume_memory_occupation", frozenset({"tags"}), resume_memory_occupation)
-    control("/weights_checker", frozenset({"action"}), weights_checker)
 
 
 def _version(package: str) -> str:
@@ -277,23 +272,6 @@ def _version(package: str) -> str:
 def _authorised(http: HttpRequest, api_key: str | None) -> bool:
     given = http.headers.get("authorization", "")
     return api_key is None or hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode())
-
-
-def _field(body: dict[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = body.get(name)
-    if value is None:
-        return default
-    if type(value) is not kind:
-        raise RequestRefused(f"{name} is {value!r}; it must be of type {kind.__name__}")
-    return value
-
-
-def _tags(body: dict[str, Any]) -> list[str]:
-    """The tags of a memory route; none, or an empty list, means all."""
-    tags = _field(body, "tags", list, None) or list(MEMORY_TAGS)
-    if not all(isinstance(tag, str) for tag in tags):
-        raise RequestRefused(f"tags is {tags!r}; it must be a list of strings")
-    return tags
 
 
 async def _read_body(receive: Receive) -> bytes:
@@ -320,6 +298,19 @@ async def _send(send: Send, status: int, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+async def _send_events(send: Send, events: list[bytes], *, first: bool, last: bool) -> None:
+    """Send server-sent events: `first` begins the answer, and `last` ends it with `[DONE]`."""
+    if first:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+    body = b"".join([*events, b"data: [DONE]\n\n"] if last else events)
+    await send({"type": "http.response.body", "body": body, "more_body": not last})
 
 
 async def _unexpected(_: HttpRequest, error: Exception) -> Response:

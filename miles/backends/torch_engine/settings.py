@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from miles.utils.process import TOKEN_VARIABLE
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class EngineSettings:
     """Folder with config.json and safetensors weights."""
     device: str = "cpu"
     """Torch device that holds weights and KV."""
-    dtype: str = "float32"
-    """Data type of weights, activations and KV."""
+    dtype: str = "auto"
+    """Data type of weights, activations and KV; "auto" takes that of the folder."""
     max_running_requests: int = 256
     """Requests decoded together; further ones wait."""
     context_length: int | None = None
@@ -40,6 +40,8 @@ class EngineSettings:
     """Seconds an idle engine waits for siblings of a first request before it starts computing."""
     stuck_after_s: float = 300.0
     """Seconds one step may take before /health answers 503."""
+    enable_deterministic_inference: bool = False
+    """Give a request the same bits alone as among others, and resumed as uninterrupted (see `deterministic.py`)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> tuple[EngineSettings, S
     add = parser.add_argument
     add("--model-path", required=True, help="folder with config.json and safetensors weights")
     add("--device", default="cpu")
-    add("--dtype", default="float32", choices=DTYPES)
+    add("--dtype", default="auto", choices=DTYPES, help="of weights, activations and KV; auto: that of the folder")
     add("--max-running-requests", type=_positive, default=256, help="requests decoded together")
     add("--context-length", type=_positive, default=None, help="tokens of prompt plus output; default: the model's")
     add("--threads", type=_positive, default=2, help="CPU threads for large products")
@@ -68,6 +70,12 @@ def parse_settings(argv: Sequence[str] | None = None) -> tuple[EngineSettings, S
     add("--prompt-cache-tokens", type=int, default=65536, help="prompt tokens whose KV is kept for later siblings")
     add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens computed in one batch")
     add("--stuck-after-s", type=float, default=300.0, help="seconds of one step after which /health answers 503")
+    add(
+        "--enable-deterministic-inference",
+        action="store_true",
+        help="a request's tokens and log-probabilities do not depend on other requests; every drawing request must "
+        "carry a sampling_seed",
+    )
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=0, help="0 lets the system choose")
     add("--api-key", default=os.environ.get(TOKEN_VARIABLE), help="token that control routes require")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""Stands in decoded text for a character whose last bytes have not come yet."""
 
 
 class StopMatcher:
@@ -26,7 +27,7 @@ class StopMatcher:
     def feed(self, output_ids: list[int]) -> str | None:
         """Look at the text that the last token added; returns the stop string that ends earliest, or None."""
         text = self._decode(output_ids[self._context_start :])
-        if len(text) <= len(self._context_text) or text.endswith(_INCOMPLETE):
+        if len(text) <= len(self._context_text) or text.endswith(INCOMPLETE):
             return None
         added = text[len(self._context_text) :]
         self._context_start, self._new_start = self._new_start, len(output_ids)

@@ -46,17 +46,12 @@ class WeightStore:
         self._require_memory()
         problems = self._problems(named)
         if problems:
-            self.fail(
-                "; ".join(problems[:_LISTED])
-                + (f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else "")
-            )
+            self.fail(_listed(problems))
         for name, tensor in named:
             self._target(name).data.copy_(tensor)
             self.received.add(name)
         if complete:
-            missing = sorted(
-                set(self._parameters) - self.received - ({_EMBEDDING} if _HEAD in self.received else set())
-            )
+            missing = self._missing(self.received)
             if self.half_updated is None or not missing:
                 self.half_updated = self.absent = None
             else:
@@ -65,6 +60,18 @@ class WeightStore:
                     f"{len(self._parameters)} parameters ({', '.join(missing[:3])}, ...)"
                 )
             self.received = set()
+
+    def fitted(self, named: NamedTensors) -> NamedTensors:
+        """All tensors of a model in the engine's dtypes. Raises RequestRefused, without a trace, when they do not fit."""
+        cast = [
+            (name, tensor.to(self._target(name).dtype) if self._knows(name) and tensor.is_floating_point() else tensor)
+            for name, tensor in named
+        ]
+        missing = self._missing({name for name, _ in named})
+        problems = [*self._problems(cast), *(f"{name} is missing" for name in missing)]
+        if problems:
+            raise RequestRefused(f"nothing was loaded, the weights are as they were: {_listed(problems)}")
+        return cast
 
     def fail(self, problem: str) -> NoReturn:
         """Note that a bucket could not be applied, and raise RequestRefused (400)."""
@@ -141,6 +148,13 @@ class WeightStore:
             sizes[storage._cdata] = (storage, max(size, end))
         return list(sizes.values())
 
+    def _missing(self, given: set[str]) -> list[str]:
+        """Parameters that are not among the given names; a tied head stands for the embedding."""
+        return sorted(set(self._parameters) - given - ({_EMBEDDING} if self._tied and _HEAD in given else set()))
+
+    def _knows(self, name: str) -> bool:
+        return name in self._parameters or (self._tied and name == _HEAD)
+
     def _target(self, name: str) -> torch.nn.Parameter:
         return self._parameters[_EMBEDDING if self._tied and name == _HEAD else name]
 
@@ -148,9 +162,10 @@ class WeightStore:
         problems: list[str] = []
         seen: dict[str, torch.Tensor] = {}
         for name, tensor in named:
-            if name not in self._parameters and not (self._tied and name == _HEAD):
+            if not self._knows(name):
                 near = difflib.get_close_matches(name, self._parameters, n=1)
-                problems.append(f"{name} is not a parameter" + (f" (nearest: {near[0]})" if near else ""))
+                hint = f"nearest: {near[0]}" if near else f"one of the engine's: {next(iter(self._parameters))}"
+                problems.append(f"{name} is not a parameter ({hint})")
                 continue
             own = self._target(name)
             if tensor.shape != own.shape:
@@ -167,6 +182,11 @@ class WeightStore:
                     )
             seen[name] = tensor
         return problems
+
+
+def _listed(problems: list[str]) -> str:
+    more = f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+    return "; ".join(problems[:_LISTED]) + more
 
 
 def _short(tensor: torch.Tensor) -> str:

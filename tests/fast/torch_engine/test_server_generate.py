@@ -168,7 +168,6 @@ def test_a_stop_string_across_tokens_is_matched_and_trimmed(server: Client) -> N
         ({"input_ids": [-1]}, "holds -1, outside the vocabulary"),
         ({"input_ids": [3] * 300}, "has 300 tokens, the context holds 256"),
         ({"input_ids": [3] * 200, "sampling_params": {"max_new_tokens": 57}}, "257 tokens.*256.*at most 56"),
-        ({"input_ids": [3], "stream": True}, "stream = True is not supported"),
         ({"input_ids": [3], "return_routed_experts": True}, "return_routed_experts = True is not supported"),
         ({"input_ids": [3], "sampling_params": {"n": 2}}, "n = 2 is not supported"),
         ({"input_ids": [3], "sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty = 0.5 is not"),

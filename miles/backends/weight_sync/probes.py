@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from miles.backends.training_utils.parity import ParityBounds, ScoredSequence, compare, explain, parity_error
 from miles.core.run_facts import EngineEndpoint
 from miles.errors import EngineError
 from miles.utils.http_utils import post
+from miles.utils.waits import OPEN
 
 PROBE_TOKENS = 32
 Score = Callable[[list[list[int]], float], list[list[float]]]
@@ -34,15 +36,28 @@ async def score_on_engine(
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await post(f"{engine.url}/generate", body)
-        entries = answer["meta_info"]["input_token_logprobs"]
-        if [entry[1] for entry in entries] != list(tokens):
-            raise EngineError(
-                "scored other tokens than it was sent", engine=engine.engine_id, log_path=engine.log_path
-            )
-        return [float(entry[0]) for entry in entries[1:]]
+        with OPEN.on(engine.engine_id, "score probes"):
+            answer = await post(f"{engine.url}/generate", body)
+        try:
+            return prompt_scores(answer["meta_info"]["input_token_logprobs"], tokens)
+        except ValueError as error:
+            raise EngineError(str(error), engine=engine.engine_id, log_path=engine.log_path) from error
 
     return list(await asyncio.gather(*(score(s) for s in sequences)))
+
+
+def prompt_scores(entries: Sequence[Sequence[Any]], tokens: Sequence[int]) -> list[float]:
+    """Log-probabilities of tokens 1..T-1 out of `input_token_logprobs` from position 0, whose first entry has none.
+
+    Raises ValueError when the entries are of other tokens than `tokens`, or another one than the first has none.
+    """
+    if [entry[1] for entry in entries] != list(tokens):
+        raise ValueError("the engine scored other tokens than it was sent")
+    if missing := [position for position, entry in enumerate(entries) if position and entry[0] is None]:
+        raise ValueError(
+            f"the engine gave no log-prob for token {missing[0]} of {len(entries)}; only the first has none"
+        )
+    return [float(entry[0]) for entry in entries[1:]]
 
 
 async def check_probes(

@@ -10,6 +10,13 @@ from miles.errors import WeightSyncError
 SHOWN = 8
 
 
+def check_versions(sent: SentWeights, versions: Mapping[str, str]) -> None:
+    """Every engine, by its id, reports the version that was sent. Raises WeightSyncError."""
+    wrong = [f"{engine} says {found}" for engine, found in versions.items() if found != str(sent.version)]
+    if wrong:
+        raise WeightSyncError(f"weight update {sent.version} did not arrive: {', '.join(wrong)}")
+
+
 def check_sent(sent: SentWeights) -> None:
     """Proof (b), first half: names and bytes sent equal those of the model folder. Raises WeightSyncError."""
     missing = sorted(set(sent.expected_nbytes) - set(sent.nbytes))
@@ -63,6 +70,36 @@ def check_changed(sent: SentWeights, before: Mapping[str, str]) -> None:
             f"weight update {sent.version} sent exactly the weights of the update before, though optimizer steps were made\n"
             "    fix: the trainer sends a stale copy of its weights; report this with the run folder"
         )
+
+
+def check_same(sent: SentWeights, published: Mapping[str, str]) -> None:
+    """What was sent again is what was published under the same version. Raises WeightSyncError."""
+    if published and dict(published) != dict(sent.checksums):
+        raise WeightSyncError(
+            f"weight version {sent.version} was sent again with other values than at its publish: {_differing(published, sent.checksums)}"
+            "\n    fix: something changed the trainer's weights between two publishes; report this with the run folder"
+        )
+
+
+def check_reloaded(
+    sent: SentWeights, again: SentWeights, held: Mapping[str, Mapping[str, str]], second_path: str
+) -> None:
+    """Proof (c): weights that an engine took by `second_path` have the checksums of those it took the usual way.
+
+    `again` is what the trainer sent by the second path, `held` what the engine reports after it. Raises WeightSyncError.
+    """
+    check_same(again, sent.checksums)
+    for engine, checksums in held.items():
+        if dict(checksums) != dict(sent.checksums):
+            raise WeightSyncError(
+                f"{engine} holds other weights after loading version {sent.version} by {second_path} than after the update: "
+                f"{_differing(sent.checksums, checksums)}"
+                "\n    fix: the two load paths of the engine disagree; report this with the run folder"
+            )
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    return _some(sorted(name for name in {*one, *other} if one.get(name) != other.get(name)))
 
 
 def _some(names: Iterable[str]) -> str:

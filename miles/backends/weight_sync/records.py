@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from miles.core.run_facts import EngineEndpoint
+
+TransportName = Literal["tensor", "broadcast", "disk"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +30,28 @@ class SentWeights:
 class WeightSource(Protocol):
     """The trainer as a weight update sees it."""
 
-    async def send_weights(self, engines: Iterable[EngineEndpoint], version: int) -> SentWeights:
-        """Send every weight to every engine as `version`, the version with the last bucket."""
+    @property
+    def lock(self) -> asyncio.Lock:
+        """Held by whoever makes the trainer's ranks work together: a train step, a save, a publish. Not re-entrant."""
+        ...
+
+    @property
+    def batches_trained(self) -> int:
+        """Batches trained, or begun, in this process: as long as it stays, so do the weights."""
+        ...
+
+    async def send_weights(
+        self, engines: Iterable[EngineEndpoint], version: int, transport: TransportName | None = None
+    ) -> SentWeights:
+        """Send every weight to every engine as `version`, the version with the last bucket.
+
+        `transport` None is the run's own. Call it under `lock`.
+        """
         ...
 
     async def check_probes(self, engine: EngineEndpoint, version: int) -> dict[str, float]:
-        """Score fixed sequences here and there; raises ParityError when they differ by more than the bounds."""
+        """Score fixed sequences here and there; raises ParityError when they differ by more than the bounds.
+
+        Call it under `lock`.
+        """
         ...

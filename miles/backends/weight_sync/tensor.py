@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-import torch
-
-from miles.backends.weight_sync.checksum import checksum_tensor
-from miles.backends.weight_sync.lifecycle import control
 from miles.backends.weight_sync.records import SentWeights
+from miles.backends.weight_sync.transport import Account, NamedTensor, buckets, call_all
 from miles.core.run_facts import EngineEndpoint
-
-NamedTensor = tuple[str, torch.Tensor]
 
 
 class EncodedBucket(Protocol):
@@ -35,17 +28,34 @@ class BucketCodec(Protocol):
         ...
 
 
-def buckets(named_tensors: Iterable[NamedTensor], size_bytes: int) -> Iterator[tuple[list[NamedTensor], bool]]:
-    """Group tensors in order into buckets of at most `size_bytes` (a larger tensor gets its own), marking the last."""
-    bucket: list[NamedTensor] = []
-    held = 0
-    for name, tensor in named_tensors:
-        if bucket and held + tensor.nbytes > size_bytes:
-            yield bucket, False
-            bucket, held = [], 0
-        bucket.append((name, tensor))
-        held += tensor.nbytes
-    yield bucket, True
+class TensorTransport:
+    """Sends buckets of at most `bucket_bytes`, encoded by `codec`, to engines of this machine."""
+
+    def __init__(self, codec: BucketCodec, bucket_bytes: int) -> None:
+        self._codec, self._bucket_bytes = codec, bucket_bytes
+
+    async def send(
+        self,
+        named_tensors: Iterable[NamedTensor],
+        engines: Sequence[EngineEndpoint],
+        *,
+        version: int,
+        expected_nbytes: Mapping[str, int],
+        learned: bool,
+    ) -> SentWeights:
+        """As `Transport.send`."""
+        return await send(
+            named_tensors,
+            engines,
+            self._codec,
+            version=version,
+            bucket_bytes=self._bucket_bytes,
+            expected_nbytes=expected_nbytes,
+            learned=learned,
+        )
+
+    def close(self) -> None:
+        """Nothing is kept between updates."""
 
 
 async def send(
@@ -59,10 +69,7 @@ async def send(
     learned: bool,
 ) -> SentWeights:
     """Send every tensor to every engine; the version goes with the last bucket. Engines flush nothing: they are idle."""
-    started_at = time.monotonic()
-    nbytes: dict[str, int] = {}
-    sums: dict[str, str] = {}
-    count = 0
+    account = Account()
     for bucket, last in buckets(named_tensors, bucket_bytes):
         encoded = codec.encode(bucket)
         try:
@@ -72,18 +79,8 @@ async def send(
                 "flush_cache": False,
                 "weight_version": str(version) if last else None,
             }
-            await asyncio.gather(*(control(e, "update_weights_from_tensor", body) for e in engines))
+            await call_all(engines, "update_weights_from_tensor", body)
         finally:
             encoded.close()
-        nbytes |= {name: tensor.nbytes for name, tensor in bucket}
-        sums |= {name: checksum_tensor(tensor) for name, tensor in bucket}
-        count += 1
-    return SentWeights(
-        version=version,
-        nbytes=nbytes,
-        checksums=sums,
-        expected_nbytes=dict(expected_nbytes),
-        learned=learned,
-        buckets=count,
-        seconds=time.monotonic() - started_at,
-    )
+        account.add(bucket)
+    return account.sent(version, expected_nbytes, learned)

@@ -3,6 +3,7 @@ import copy
 import itertools
 import re
 
+import orjson
 import pytest
 from aiohttp import web
 
@@ -10,9 +11,11 @@ from miles.core.samples import Sample
 from miles.errors import EngineError
 from miles.rollout.base_types import GenerateFnInput
 from miles.rollout.generate_hub.single_turn import MAX_EMPTY_ABORTS, append_reply, generate, response_budget
+from miles.rollout.inference_rollout.compatibility import RolloutFnAdapter
 from miles.rollout.inference_rollout.state import GenerateState, sampling_seed
+from miles.utils.http_utils import MOST_BREAKS, TransportError
 from tests.fast.rollout.scripted_engine import ScriptedEngine, reply
-from tests.fast.rollout.support import END, ids, make_args, run
+from tests.fast.rollout.support import END, ids, make_args, make_rollout, run
 
 
 def sample_of(prompt="1+1=", **fields):
@@ -146,6 +149,127 @@ def test_an_abort_while_the_surplus_is_cancelled_stays_aborted(tmp_path):
     run(test())
 
 
+def streamed(*chunks, done=True):
+    events = [b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks]
+    return web.Response(
+        body=b"".join([*events, b"data: [DONE]\n\n" if done else b""]), content_type="text/event-stream"
+    )
+
+
+IN_PLACE = {"weights": {"mode": "in_place"}}
+
+
+def test_a_streamed_reply_tells_for_each_token_the_version_that_sampled_it(tmp_path):
+    chunks = [
+        reply(ids("a"), version="1", finish_reason=None),
+        reply(ids("ab"), version="1", finish_reason=None),
+        reply(ids("abc"), version="2", finish_reason=None),
+        reply(ids("abc"), version="3", finish_reason=None),
+        reply([*ids("abcde"), END], text="abcde<|end|>", version="4", cached_tokens=3),
+    ]
+
+    def prepare(state):
+        state.weight_version = "1"
+
+    async def test():
+        sample, engine = await generate_once(tmp_path, lambda r: streamed(*chunks), prepare=prepare, **IN_PLACE)
+        (request,) = engine.requests
+        assert (request["stream"], request["extra_key"]) == (True, "1")
+        assert sample.version_spans == [(0, "1"), (2, "2"), (3, "4")]
+        assert sample.tokens == [*ids("1+1=abcde"), END]
+        assert len(sample.rollout_log_probs) == 6
+        assert (sample.response, sample.status) == ("abcde<|end|>", Sample.Status.COMPLETED)
+        assert sample.cached_tokens == 3
+        sample.validate()
+
+    run(test())
+
+
+def test_a_published_version_reaches_the_requests_of_a_rollout_class_that_wants_it(tmp_path):
+    rollout = make_rollout(make_args(tmp_path))
+    assert rollout.state.weight_version is None
+    RolloutFnAdapter("a.Class", rollout, rollout).note_weight_version(3)
+    assert rollout.state.weight_version == "3"
+    RolloutFnAdapter("a.function", rollout).note_weight_version(4)
+    assert rollout.state.weight_version == "3"
+
+
+def test_requests_are_not_streamed_when_updates_drain(tmp_path):
+    async def test():
+        _, engine = await generate_once(tmp_path, lambda r: reply([END]))
+        assert not {"stream", "extra_key"} & engine.requests[0].keys()
+
+    run(test())
+
+
+def test_a_streamed_reply_that_is_aborted_goes_on_like_any_other(tmp_path):
+    answers = [
+        streamed(reply(ids("a"), finish_reason=None), reply(ids("ab"), version="1", finish="abort")),
+        streamed(reply([*ids("c"), END], version="2")),
+    ]
+
+    async def test():
+        sample, engine = await generate_once(tmp_path, lambda r: answers.pop(0), **IN_PLACE)
+        assert [r["input_ids"] for r in engine.requests] == [ids("1+1="), ids("1+1=ab")]
+        assert sample.version_spans == [(0, "1"), (2, "2")]
+        assert sample.tokens == [*ids("1+1=abc"), END]
+
+    run(test())
+
+
+def test_a_stream_that_breaks_off_goes_on_from_the_tokens_that_came(tmp_path):
+    answers = [
+        streamed(reply(ids("a"), version="1", finish_reason=None), done=False),
+        streamed(reply(ids("b"), version="1", finish_reason=None), done=False),
+        streamed(reply([*ids("c"), END], version="2")),
+    ]
+
+    async def test():
+        sample, engine = await generate_once(tmp_path, lambda r: answers.pop(0), **IN_PLACE)
+        assert [r["input_ids"] for r in engine.requests] == [ids("1+1="), ids("1+1=a"), ids("1+1=ab")]
+        assert [r["sampling_params"]["max_new_tokens"] for r in engine.requests] == [8, 7, 6]
+        assert sample.version_spans == [(0, "1"), (2, "2")]
+        assert sample.tokens == [*ids("1+1=abc"), END]
+        assert sample.response.replace(" ", "") == "abc<|end|>"
+
+    run(test())
+
+
+def test_a_stream_that_keeps_breaking_or_breaks_before_a_token_is_an_error(tmp_path):
+    async def test():
+        for chunks, requests in (([reply(ids("a"), finish_reason=None)], MOST_BREAKS + 1), ([], 1)):
+            asked = []
+
+            def answer(request, chunks=chunks, asked=asked):
+                asked.append(request)
+                return streamed(*chunks, done=False)
+
+            with pytest.raises(TransportError, match="ended before its last event"):
+                await generate_once(tmp_path, answer, **IN_PLACE)
+            assert len(asked) == requests
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([reply([5, 6], finish_reason=None), reply([5])], "a chunk of 1 completion_tokens followed one of 2"),
+        ([reply([5], weight_version=None)], "a chunk does not say which weight_version"),
+        ([{"text": "?"}], "has no meta_info"),
+        ([reply([5], finish_reason=None)], "finish_reason is {}"),
+        ([reply([5, 6], output_token_logprobs=None)], "log-probs were requested but are missing"),  # F12
+        ([], "has no meta_info but is 'None'"),
+    ],
+)
+def test_a_stream_that_cannot_be_trusted_names_the_request(tmp_path, chunks, message):
+    async def test():
+        with pytest.raises(EngineError, match=r"request 4-9-.* \(sample 9\): .*" + re.escape(message)):
+            await generate_once(tmp_path, lambda r: streamed(*chunks), **IN_PLACE)
+
+    run(test())
+
+
 @pytest.mark.parametrize(
     ("max_new", "prompt", "context", "want"), [(8, 4, None, 8), (8, 4, 64, 8), (8, 60, 64, 4), (8, 64, 64, 0)]
 )
@@ -190,7 +314,8 @@ def test_a_prompt_without_ids_is_encoded_with_the_runs_template_settings(tmp_pat
 
 
 BAD_REPLIES = {
-    "2 completion_tokens but 0 entries": reply([5, 6], output_token_logprobs=None),
+    "log-probs were requested but are missing": reply([5, 6], output_token_logprobs=None),
+    "missing: None completion_tokens": {"output_ids": [5, 6], "meta_info": {"output_token_logprobs": None}},  # F12
     "2 completion_tokens but 1 entries": reply([5, 6], output_token_logprobs=[[-0.5, 5, None]]),
     "None completion_tokens": reply([5], completion_tokens=None),
     "log-prob of output token 1 is None": reply([5, 6], log_probs=[-0.5, None]),

@@ -1,156 +1,47 @@
 """Publishing to a real engine behind the real router, and the proofs that stop a run."""
 
 import asyncio
-import sys
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from miles.backends.torch_engine.payload import SharedMemoryCodec
-from miles.backends.training_utils.parity import ParityBounds
-from miles.backends.weight_sync import tensor
 from miles.backends.weight_sync.probes import check_probes, probe_sequences
-from miles.backends.weight_sync.publisher import Publisher
+from miles.backends.weight_sync.publisher import ProofPlan, Publisher
 from miles.core.run_facts import EngineEndpoint, RouterEndpoint
 from miles.errors import ParityError, StalledError, WeightSyncError
 from miles.utils import http_utils
-from miles.utils.process import ServerProcess
 from miles.utils.waits import Waits
-from tests.fast.torch_engine.support import make_model, reference_logprobs
-
-torch.set_num_threads(1)
-TOKEN = "t0ken"
-BOUNDS = ParityBounds(1e-3, 1e-2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def servers(folder, tmp_path_factory):
-    logs = tmp_path_factory.mktemp("logs")
-    engine_flags = ["--model-path", str(folder), "--threads", "1", "--kv-cache-mb", "64"]
-    router_flags = ["--health-check-interval", "1000"]
-    processes = [
-        ServerProcess(
-            name, [sys.executable, "-m", module, "--api-key", TOKEN, "--exit-on-stdin-close", *flags], logs / name
-        )
-        for name, module, flags in (
-            ("engine-0", "miles.backends.torch_engine", engine_flags),
-            ("router", "miles.router", router_flags),
-        )
-    ]
-    try:
-        engine, router = (f"http://127.0.0.1:{p.wait_ready(120)['port']}" for p in processes)
-        yield (
-            EngineEndpoint(url=engine, engine_id="engine-0", pid=processes[0].pid, token=TOKEN),
-            RouterEndpoint(url=router, pid=processes[1].pid, token=TOKEN),
-        )
-    finally:
-        for process in processes:
-            process.stop()
+from tests.fast.weight_sync.support import (
+    BOUNDS,
+    TOKEN,
+    NullTracker,
+    Placed,
+    TrainerWeights,
+    publishing,
+    register,
+    workers,
+)
 
 
-class TrainerWeights:
-    """A `WeightSource` over a model in this process, which a test may corrupt on its way out."""
-
-    def __init__(self, folder):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.learned = False
-        self.corrupt = lambda named: named
-        self.forge = lambda sent: sent
-
-    def named(self):
-        return [(n, p.detach()) for n, p in self.model.named_parameters()]
-
-    def learn(self):
-        with torch.no_grad():
-            for _, p in self.model.named_parameters():
-                p.mul_(1.01)
-        self.learned = True
-
-    def score(self, sequences, temperature):
-        return [reference_logprobs(self.model, s, temperature).tolist() for s in sequences]
-
-    async def send_weights(self, engines, version):
-        sent = await tensor.send(
-            self.corrupt(self.named()),
-            list(engines),
-            SharedMemoryCodec(),
-            version=version,
-            bucket_bytes=16 * 1024,
-            expected_nbytes={n: p.nbytes for n, p in self.named()},
-            learned=self.learned,
-        )
-        self.learned = False
-        return self.forge(sent)
-
-    async def check_probes(self, engine, version):
-        sequences = probe_sequences(3, self.model.config.vocab_size, 64)
-        return await check_probes(engine, self.score, sequences, temperature=0.7, bounds=BOUNDS, version=version)
-
-
-class NullTracker:
-    def log(self, step, metrics):
-        pass
-
-    def close(self):
-        pass
-
-
-class Placed:
-    def for_rollout(self):
-        return nullcontext()
-
-    for_training = for_weight_sync = for_rollout
-
-
-async def register(engine, router):
-    await http_utils.post(
-        f"{router.url}/add_worker", {"url": engine.url}, headers={"Authorization": f"Bearer {TOKEN}"}
-    )
-
-
-async def workers(router):
-    return (await http_utils.get(f"{router.url}/list_workers", headers={"Authorization": f"Bearer {TOKEN}"}))["urls"]
+@pytest.fixture
+def servers(fleet):
+    return fleet.engines[0], fleet.router
 
 
 def story(servers, source, tell):
     """Run `tell(publisher)` against the servers; returns the versions the manager was told, and the router's workers."""
     engine, router = servers
-    told = []
+    left = []
 
-    async def note(version):
-        told.append(version)
-
-    async def run():
-        await register(engine, router)
-        waits = Waits(report_s=60, deadline_s=60, report=print)
-        publisher = Publisher(
-            source,
-            router,
-            [engine],
-            Placed(),
-            note,
-            NullTracker(),
-            waits,
-            version=0,
-            first_step=0,
-            verify=True,
-            probe_interval=1,
-        )
+    async def then_look(publisher):
         try:
             return await tell(publisher)
         finally:
-            told.append(await workers(router))
-            await http_utils.aclose()
+            left.append(await workers(router))
 
-    return asyncio.run(run()), told
+    result, told = publishing([engine], router, source, then_look, probe_interval=1)
+    return result, told + left
 
 
 def test_a_publish_brings_the_weights_in_several_buckets_and_proves_them(servers, folder):
@@ -297,8 +188,8 @@ def publish_with_little_patience(source, engine, router, told):
         waits,
         version=0,
         first_step=0,
-        verify=True,
         probe_interval=0,
+        proofs=ProofPlan(),
     )
     return publisher.publish()
 

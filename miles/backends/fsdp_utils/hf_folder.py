@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
+from miles.backends.fsdp_utils.tensor_file import DTYPES, StoredTensor, write_tensors
 from miles.errors import CheckpointError
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-HEAD = "lm_head.weight"
+FLOATS = [code for code, dtype in DTYPES.items() if dtype.is_floating_point]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor as a safetensors header describes it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def require_model_folder(folder: str | Path) -> Path:
@@ -74,9 +56,9 @@ def stored_tensors(folder: str | Path, *, tied: bool) -> dict[str, StoredTensor]
     found: dict[str, StoredTensor] = {}
     for file in weight_files(require_model_folder(folder)):
         for name, entry in _header(file).items():
-            if entry["dtype"] not in DTYPES:
+            if entry["dtype"] not in FLOATS:
                 raise CheckpointError(
-                    f"{file}: {name} is stored as {entry['dtype']}; only {', '.join(DTYPES)} can be trained"
+                    f"{file}: {name} is stored as {entry['dtype']}; only {', '.join(FLOATS)} can be trained"
                     "\n    fix: convert the model to one of them"
                 )
             found[name] = StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]])
@@ -96,10 +78,44 @@ def _header(file: Path) -> dict[str, Any]:
     return header
 
 
-def write_model_folder(source: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a model folder: `tensors` as model.safetensors, every other file but weights copied from `source`.
+def require_equal_heads(folder: Path) -> None:
+    """Of a folder that ties the head to the embedding and yet stores both: raise CheckpointError when they differ."""
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as stream:
+            found |= {n: stream.get_tensor(n) for n in stream.keys() if n in (HEAD, EMBEDDING)}  # noqa: SIM118
+    if len(found) == 2 and not torch.equal(found[HEAD], found[EMBEDDING]):
+        raise CheckpointError(
+            f"{folder}: config.json says tie_word_embeddings, but {HEAD} and {EMBEDDING} differ"
+            f"\n    fix: set tie_word_embeddings to false, or remove {HEAD}"
+        )
 
-    The folder appears under its name only when it is complete. Raises CheckpointError when it exists and is not empty.
+
+def require_same_names(exported: Collection[str], source: Collection[str]) -> None:
+    """Raise CheckpointError when an export would lack a tensor of the folder it came from, or add one."""
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:5])}"
+        for what, names in (
+            ("missing", sorted(set(source) - set(exported))),
+            ("unexpected", sorted(set(exported) - set(source))),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the tensors of the trained model are not those of the folder it came from: {'; '.join(problems)}"
+            "\n    fix: give --hf-checkpoint the folder that the run was started with"
+        )
+
+
+def write_model_folder(
+    source: Path, target: Path, stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor]
+) -> None:
+    """Write a model folder: `stored` as model.safetensors, every other file but weights copied byte by byte from `source`.
+
+    `tensor(name)` is called for one name after another, so that only one has to be in memory; it is cast to the data
+    type in `stored`. The folder appears under its name only when it is complete. Raises CheckpointError when it exists
+    and is not empty, and OSError when the disk refuses.
     """
     if target.exists():
         if not target.is_dir() or any(target.iterdir()):
@@ -110,11 +126,16 @@ def write_model_folder(source: Path, target: Path, tensors: Mapping[str, Tensor]
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not _is_weights(file.name):
-            shutil.copyfile(file, partial / file.name)
-    save_file(dict(tensors), partial / "model.safetensors", metadata={"format": "pt"})
-    os.replace(partial, target)
+    try:
+        for file in sorted(source.iterdir()):
+            if file.is_file() and not _is_weights(file.name):
+                shutil.copyfile(file, partial / file.name)
+        tensors = ((name, tensor(name).to(described.dtype)) for name, described in stored.items())
+        write_tensors(partial / "model.safetensors", stored, tensors, {"format": "pt"})
+        os.replace(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _is_weights(name: str) -> bool:

@@ -10,10 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from miles.backends.fsdp_utils.hf_folder import StoredTensor, require_model_folder, stored_tensors
+from miles.backends.fsdp_utils.hf_folder import require_equal_heads, require_model_folder, stored_tensors
+from miles.backends.fsdp_utils.tensor_file import StoredTensor
 from miles.backends.training_utils.log_probs import token_log_probs
 from miles.errors import CheckpointError
 
@@ -64,7 +65,10 @@ def load_policy(
     differ in any tensor's name or shape, and when log-probs are not a plain softmax over the head's projection.
     """
     path = require_model_folder(folder)
-    expected = stored_tensors(path, tied=ties_embeddings(path))
+    tied = ties_embeddings(path)
+    expected = stored_tensors(path, tied=tied)
+    if tied:
+        require_equal_heads(path)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path),
@@ -89,13 +93,18 @@ def load_policy(
     return model, expected
 
 
-def shard(model: PolicyModel, mesh: DeviceMesh) -> None:
-    """Shard each decoder layer and the rest over `mesh`."""
+def shard(model: PolicyModel, mesh: DeviceMesh, *, bf16: bool = False) -> None:
+    """Shard each decoder layer and the rest over `mesh`.
+
+    With `bf16` the layers compute in bfloat16 with rounded weights, while the shards and the sums of gradients, over
+    ranks and over micro-batches, stay fp32.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
     layers = set(model.hf._no_split_modules or ())
     for module in list(model.modules()):
         if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
 
 
 def hf_tensors(model: PolicyModel) -> dict[str, Tensor]:

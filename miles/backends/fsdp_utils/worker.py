@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers.utils.logging import disable_progress_bar
 
-from miles.backends.fsdp_utils.checkpoint import load_trainer, save_trainer
-from miles.backends.fsdp_utils.hf_folder import write_model_folder
+from miles.backends.fsdp_utils.checkpoint import MODEL, RankState, SavedTrainer, load_trainer
+from miles.backends.fsdp_utils.hf_folder import require_same_names, write_model_folder
 from miles.backends.fsdp_utils.model import PolicyModel, hf_tensors, load_policy, shard
 from miles.backends.fsdp_utils.optimizer import ShardedAdamW
 from miles.backends.training_utils.advantages import ADVANTAGES
@@ -39,9 +40,11 @@ from miles.backends.training_utils.parity import (
     parity_error,
 )
 from miles.backends.training_utils.schedule import plan_steps, split_into_micro_batches
+from miles.config.resources import engine_dtype, parity_bounds
 from miles.config.schema import RunConfig
 from miles.core.train_batch import TrainBatch
 from miles.errors import CheckpointError, TrainingError
+from miles.utils.checkpoint_folder import cannot_write
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ CLOSE_TIMEOUT = timedelta(seconds=10)
 
 
 class FsdpTrainWorker:
-    """A trainer rank. Every method but `expected_weights` is collective: all ranks call it, with the same arguments.
+    """A trainer rank. `train`, `score`, `hf_weights` and `close` are collective: all ranks call them, with equal arguments.
 
     Every rank is handed the whole batch and takes its share, so denominators need no exchange.
     """
@@ -72,19 +75,24 @@ class FsdpTrainWorker:
         """
         disable_progress_bar()
         torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(config.run.deterministic)
         torch.manual_seed(config.train.seed + rank)
+        self._threads = threads
         self._config, self._rank, self._world_size = config, rank, world_size
         self._total_steps = total_optimizer_steps
         self._is_sft = config.algorithm.loss_type == "sft_loss"
         self._temperature = 1.0 if self._is_sft else config.rollout.temperature
         self._loss = build_loss(config.algorithm)
+        self._bounds = ParityBounds(*parity_bounds(config))
         self._num_steps = 0
         self._skipped_in_a_row = 0
+        self._copy: RankState | None = None
 
         self._folder = Path(config.model.hf_checkpoint)
         self._model, self._expected = load_policy(
             self._folder, gradient_checkpointing=config.model.gradient_checkpointing
         )
+        self._engine_dtype: torch.dtype = getattr(torch, engine_dtype(config))
         self.vocab_size = self._model.vocab_size
         dist.init_process_group(
             "gloo",
@@ -95,7 +103,7 @@ class FsdpTrainWorker:
         )
         mesh = init_device_mesh("cpu", (world_size,))
         self._group = dist.group.WORLD
-        shard(self._model, mesh)
+        shard(self._model, mesh, bf16=config.train.bf16)
         self._optimizer = ShardedAdamW(
             {n: p for n, p in hf_tensors(self._model).items() if p.requires_grad}, config.optimizer
         )
@@ -108,7 +116,7 @@ class FsdpTrainWorker:
                     "\n    fix: pass --ref-load a model with the same tokenizer"
                 )
             self._reference.requires_grad_(False)
-            shard(self._reference, mesh)
+            shard(self._reference, mesh, bf16=config.train.bf16)
 
     # Training
 
@@ -261,7 +269,7 @@ class FsdpTrainWorker:
     # Parity
 
     def _parity_gate(self, batch: TrainBatch, packed: FlatBatch, old_R: Tensor, step: int) -> ParityReport:
-        bounds = ParityBounds(self._config.parity.max_mean_diff, self._config.parity.max_p99_diff)
+        bounds = self._bounds
         engine_R = np.asarray(batch["rollout_log_probs"].values)
         sample_R = packed.sample_of_R
         places = packed.trainable
@@ -310,38 +318,55 @@ class FsdpTrainWorker:
     # Weights
 
     def expected_weights(self) -> dict[str, int]:
-        """Names and bytes that an engine must receive, by the headers of the model folder."""
-        return {name: tensor.nbytes for name, tensor in self._expected.items()}
+        """Names and bytes that an engine must receive, by the headers of the model folder and the engine's data type."""
+        itemsize = self._engine_dtype.itemsize
+        return {name: math.prod(tensor.shape) * itemsize for name, tensor in self._expected.items()}
 
     @torch.no_grad()
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under the folder's names and in its dtypes, one at a time; of tied tensors only the first.
+        """Whole tensors under the folder's names and in the engine's data type, one at a time; of tied tensors only the first.
 
         A tensor may share memory with the model: use or copy it before the next optimizer step.
         """
         for name, tensor in hf_tensors(self._model).items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            yield name, full.detach().to(self._expected[name].dtype).contiguous()
+            yield name, full.detach().to(self._engine_dtype).contiguous()
 
     # Checkpoints
 
     def save(self, folder: str) -> None:
-        """Write model, optimizer, step counters and random state into `folder`; `trainer.json` comes last."""
-        state = {
-            "optimizer_steps": self._num_steps,
-            "updates": self._optimizer.num_updates,
-            "skipped_in_a_row": self._skipped_in_a_row,
-        }
-        save_trainer(Path(folder), self._checkpoint_tensors(), state)
+        """Write model, optimizer, counters and random state into `folder`: this rank's part, on disk when this returns.
+
+        The save is whole when it has returned on every rank. Raises CheckpointError when the disk refuses.
+        """
+        self._rank_state().write(Path(folder))
+
+    def copy_state(self) -> None:
+        """Copy what `save` would write now, for `write_copy`; training may go on."""
+        self._copy = self._rank_state().copied()
+
+    def write_copy(self, folder: str) -> float:
+        """Write what `copy_state` copied, and forget it; may run beside training, in another thread.
+
+        Returns the seconds it took. Raises CheckpointError when the disk refuses.
+        """
+        started = time.perf_counter()
+        state, self._copy = self._copy, None
+        assert state is not None
+        state.write(Path(folder))
+        return time.perf_counter() - started
 
     def load(self, folder: str) -> None:
         """Go on from a folder that `save` wrote, with the same or another number of ranks.
 
-        Raises CheckpointError when it is incomplete, of another version, or of another model.
+        Raises CheckpointError when it is incomplete, of another version, or of another model; and, of a deterministic
+        run, when ranks or threads are not as many as before, since sums would be rounded in another order.
         """
         with torch.no_grad():
-            state = load_trainer(Path(folder), self._checkpoint_tensors())
+            tensors = self._checkpoint_tensors()
+            state = load_trainer(Path(folder), tensors, rank=self._rank, world_size=self._world_size)
         try:
+            saved_with = {"--train-ranks": int(state["ranks"]), "--torch-threads": int(state["threads"])}
             self._num_steps = int(state["optimizer_steps"])
             self._skipped_in_a_row = int(state["skipped_in_a_row"])
             self._optimizer.set_num_updates(int(state["updates"]))
@@ -349,24 +374,41 @@ class FsdpTrainWorker:
             raise CheckpointError(
                 f"{folder}: trainer.json lacks {error}\n    fix: resume from an older checkpoint"
             ) from error
+        for (flag, before), now in zip(saved_with.items(), (self._world_size, self._threads), strict=True):
+            if self._config.run.deterministic and before != now:
+                raise CheckpointError(
+                    f"{folder}: saved with {flag} {before}, and this run has {now}: it would not end in the same bits"
+                    f"\n    fix: {flag} {before}, or leave out --deterministic-mode"
+                )
+
+    def _rank_state(self) -> RankState:
+        state = {
+            "optimizer_steps": self._num_steps,
+            "updates": self._optimizer.num_updates,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "ranks": self._world_size,
+            "threads": self._threads,
+        }
+        return RankState.of(self._checkpoint_tensors(), state, rank=self._rank, world_size=self._world_size)
 
     def _checkpoint_tensors(self) -> dict[str, Tensor]:
-        model = {f"model.{name}": tensor.detach() for name, tensor in hf_tensors(self._model).items()}
+        model = {f"{MODEL}{name}": tensor.detach() for name, tensor in hf_tensors(self._model).items()}
         return model | cast(dict[str, Tensor], self._optimizer.moments())
 
-    def export_hf(self, folder: str) -> None:
-        """Write the model in Hugging Face format, in the dtypes of the folder it came from, with its tokenizer files."""
-        tensors = {name: tensor for name, tensor in self.hf_weights() if self._rank == 0}
-        problem: list[str | None] = [None]
-        if self._rank == 0:
+    def export_hf(self, saved: str, folder: str) -> None:
+        """Write the model that all ranks have put into `saved` in Hugging Face format, in the dtypes of the folder it came
+        from and with that folder's other files. Not collective: one rank does it, beside training if need be.
+
+        Raises CheckpointError when `folder` is not empty, or the disk refuses.
+        """
+        with SavedTrainer(Path(saved)) as trainer:
+            require_same_names([n.removeprefix(MODEL) for n in trainer.shapes if n.startswith(MODEL)], self._expected)
             try:
-                write_model_folder(self._folder, Path(folder), tensors)
-            except (OSError, CheckpointError) as error:
-                problem = [str(error)]
-        if self._world_size > 1:
-            dist.broadcast_object_list(problem, src=0)
-        if problem[0] is not None:
-            raise CheckpointError(f"export to {folder} failed: {problem[0]}")
+                write_model_folder(
+                    self._folder, Path(folder), self._expected, lambda name: trainer.whole(f"{MODEL}{name}")
+                )
+            except OSError as error:
+                raise cannot_write(Path(folder), error) from error
 
     def close(self) -> None:
         """Leave the process group, together: a rank that leaves early would break collectives of the others."""

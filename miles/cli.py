@@ -12,6 +12,7 @@ VERBS = {"train": "train.py"}
 USAGE = """usage: miles VERB ...
 
   miles train [RECIPE.yaml ...] [--flag value ...]   train a model; `miles train --help` lists every setting
+  miles verify-resume [RECIPE.yaml ...] [--flag value ...]   kill a run, resume it, and compare
   miles --version
 """
 
@@ -25,6 +26,10 @@ def main() -> None:
     if argv[:1] in (["--help"], ["-h"]):
         print(USAGE, end="")
         return
+    if argv[:1] == ["verify-resume"]:
+        from miles.verify_resume.main import main as verify_resume
+
+        raise SystemExit(verify_resume(argv[1:]))
     if not argv or argv[0] not in VERBS:
         found = f"no verb {argv[0]!r}\n" if argv else ""
         print(f"{found}{USAGE}", end="", file=sys.stderr)

@@ -5,7 +5,8 @@ data source --get_samples--> in flight --finished--> filter --kept--> batch
      ^                          |  ^                    '--dropped
      '---surplus, reset---------'  '--failed, tried again, at most N times
 ```
-`collect` waits for: the first of the groups in flight to finish. Unblocked by: replies of the engines and rewards.
+`collect` waits for: the first of the groups in flight to finish; in order of issue, for the oldest of them. Unblocked
+by: replies of the engines and rewards.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from miles.core.ledger import Ledger
 from miles.core.ports import DataSource
@@ -91,8 +92,15 @@ class Collector:
         dynamic_filter: Callable[..., Any] | None = None,
         dynamic_filter_path: str = "",
         ledger: Ledger | None = None,
+        in_order: bool = False,
     ) -> None:
+        """With `in_order`, groups are judged in the order in which they were issued, whenever they finish.
+
+        What a batch holds, what is dropped, what is started and what goes back then depends on the groups alone, not on
+        the time that each took.
+        """
         self._state, self._source, self._ledger = state, data_source, ledger or Ledger()
+        self._in_order = in_order
         self._batch_size, self._wave_size, self._max_retries = batch_size, wave_size, max_retries
         self._filter, self._filter_path = dynamic_filter, dynamic_filter_path
 
@@ -101,7 +109,8 @@ class Collector:
 
         Every group that was started ends as kept, dropped by the filter, or given back to the data source as it came:
         surplus, or everything when the step fails. Raises the error of a group that failed once more than
-        `max_retries` allows, and TrainingError when the filter keeps nothing.
+        `max_retries` allows (in order of issue: when its turn comes, so not for surplus), and TrainingError when the
+        filter keeps nothing.
         """
         started_at = time.monotonic()
         result = Collected()
@@ -113,16 +122,16 @@ class Collector:
                 while len(result.kept) + len(running) < self._batch_size:
                     for group in self._take(self._wave_size):
                         result.started += 1
-                        self._start(running, group)
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                        work = self._work(group, result)
+                        running[asyncio.create_task(work, name=f"group {group.number}")] = group
+                awaited = [next(iter(running))] if self._in_order else running
+                done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
                 for task in sorted(done, key=lambda t: running[t].number):
                     if len(result.kept) == self._batch_size:
                         break  # the rest is surplus
                     group = running.pop(task)
-                    if (error := _error_of(task)) is not None:
-                        self._retry(running, group, error)
-                        result.retries += 1
-                        continue
+                    if (error := task.exception()) is not None:
+                        self._fail(group, error)
                     finished = task.result()
                     held.append(group)
                     self._ledger.finish(group.number)
@@ -177,32 +186,45 @@ class Collector:
                 sample.index = number * len(group) + position
         return number
 
-    def _start(self, running: dict[asyncio.Task[RolloutGroup], _InFlight], group: _InFlight) -> None:
-        """Work on a copy, so that the prompt can be tried again or given back as it came."""
-        work = generate_group(self._state, copy.deepcopy(group.prompt))
-        running[asyncio.create_task(work, name=f"group {group.number}")] = group
+    async def _work(self, group: _InFlight, result: Collected) -> RolloutGroup:
+        """Generate and reward a copy, so that the prompt can be tried again or given back as it came.
 
-    def _retry(
-        self, running: dict[asyncio.Task[RolloutGroup], _InFlight], group: _InFlight, error: BaseException
-    ) -> None:
-        if not isinstance(error, Exception):
-            raise error
-        group.failures += 1
-        if isinstance(error, PERMANENT_ERRORS) or not isinstance(error, MilesError):
+        Raises the last error, with what was tried, when the group failed once more than `max_retries` allows.
+        """
+        while True:
+            try:
+                return await generate_group(self._state, copy.deepcopy(group.prompt))
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                error: Exception = MilesError(
+                    "a generate or reward function ended its own task by raising CancelledError; let it raise "
+                    "another error"
+                )
+            except Exception as found:
+                if isinstance(found, PERMANENT_ERRORS) or not isinstance(found, MilesError):
+                    raise
+                error = found
+            group.failures += 1
+            if group.failures > self._max_retries:
+                context = (
+                    f"prompt group {group.number} failed {group.failures} times; prompt: {excerpt(group.prompt[0])}"
+                )
+                raise with_context(error, context) from error
+            logger.warning(
+                "prompt group %d failed (%d of %d retries used): %s",
+                group.number,
+                group.failures - 1,
+                self._max_retries,
+                error,
+            )
+            result.retries += 1
+
+    def _fail(self, group: _InFlight, error: BaseException) -> NoReturn:
+        if isinstance(error, Exception):
             self._ledger.fail(group.number, type(error).__name__)
-            raise error
-        if group.failures > self._max_retries:
-            self._ledger.fail(group.number, type(error).__name__)
-            context = f"prompt group {group.number} failed {group.failures} times; prompt: {excerpt(group.prompt[0])}"
-            raise with_context(error, context) from error
-        logger.warning(
-            "prompt group %d failed (%d of %d retries used): %s",
-            group.number,
-            group.failures - 1,
-            self._max_retries,
-            error,
-        )
-        self._start(running, group)
+        raise error
 
     def _check_drops(self, drops_in_a_row: int, result: Collected) -> None:
         if drops_in_a_row >= MOST_DROPS_PER_PROMPT * self._batch_size:
@@ -245,14 +267,6 @@ class Collector:
         except Exception as error:
             name = f"{type(self._source).__name__}.{method}"
             raise HookError(name, describe_error(error), "mend the data source") from error
-
-
-def _error_of(task: asyncio.Task[RolloutGroup]) -> BaseException | None:
-    if task.cancelled():
-        return MilesError(
-            "a generate or reward function ended its own task by raising CancelledError; let it raise another error"
-        )
-    return task.exception()
 
 
 def by_index(group: RolloutGroup) -> int:

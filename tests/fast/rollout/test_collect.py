@@ -192,7 +192,7 @@ def test_a_group_that_keeps_failing_stops_the_step_and_names_its_prompt(tmp_path
             args = make_args(tmp_path, engine.url)
             source, ledger = RolloutDataSourceWithBuffer(args), Ledger()
             rollout = make_rollout(args, source, ledger)
-            message = r"0 entries of output_token_logprobs(.|\n)*prompt group 1 failed 3 times; prompt: 1\+1="
+            message = r"output_token_logprobs(.|\n)*prompt group 1 failed 3 times; prompt: 1\+1="
             with pytest.raises(MilesError, match=message):
                 await rollout(RolloutFnTrainInput(0))
             assert ledger.failed == {"EngineError": 1}
@@ -403,5 +403,108 @@ def test_the_function_face_returns_the_same_batch(tmp_path):
             source = RolloutDataSourceWithBuffer(args)
             output = await asyncio.to_thread(functools.partial(generate_rollout, args, 0, source))
             assert [s.reward for g in output.samples for s in g] == [0.0, 1.0, 0.0, 1.0]
+
+    run(test())
+
+
+def delayed(delays):
+    """Answers after a time that depends on the group, whichever group it is."""
+
+    async def script(request):
+        await asyncio.sleep(delays[int(request["rid"].split("-")[0]) % len(delays)] / 100)
+        return reply([5 + request["sampling_params"]["sampling_seed"] % 30, END])
+
+    return script
+
+
+DETERMINISTIC = {"deterministic": True}
+
+
+@pytest.mark.parametrize("dropping", [False, True])
+def test_in_order_of_issue_what_a_step_does_is_the_same_whatever_order_groups_finish_in(tmp_path, dropping):
+    async def test():
+        rollout: dict = {"over_sampling_batch_size": 3}
+        if dropping:
+            rollout["dynamic_sampling_filter_path"] = f"{HERE}.drop_even_groups"
+        seen = []
+        for delays in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 4, 0, 3, 1]):
+            outputs, _, source, ledger = await collect(
+                tmp_path, delayed(delays), 3, rows=20, rollout=rollout, run=DETERMINISTIC
+            )
+            seen.append(
+                {
+                    "samples": [[s.to_dict() for g in output.samples for s in g] for output in outputs],
+                    "counts": [{k: v for k, v in o.metrics.items() if not k.endswith("_s")} for o in outputs],
+                    "source": source.state_dict(),
+                    "ledger": ledger.state_dict(),
+                }
+            )
+        assert seen[0] == seen[1] == seen[2]
+        kept = [s["group_index"] for s in seen[0]["samples"][0][::2]]
+        assert kept == ([1, 3] if dropping else [0, 1])
+        assert seen[0]["counts"][0]["rollout/groups_returned"] == (2.0 if dropping else 1.0)
+
+    run(test())
+
+
+def test_in_order_of_issue_a_group_that_finished_early_waits_for_those_before_it(tmp_path):
+    async def test():
+        first_may_go = asyncio.Event()
+        finished: set[int] = set()
+
+        async def script(request):
+            group = int(request["rid"].split("-")[0])
+            if group == 0:
+                await first_may_go.wait()
+            finished.add(group)
+            if finished == {1, 2, 3}:
+                asyncio.get_running_loop().call_later(0.05, first_may_go.set)
+            return answers(request)
+
+        (output,), _, source, _ = await collect(
+            tmp_path, script, rollout={"over_sampling_batch_size": 4}, run=DETERMINISTIC
+        )
+        assert [g[0].group_index for g in output.samples] == [0, 1]
+        assert [g[0].group_index for g in source.buffer] == [2, 3]
+
+    run(test())
+
+
+def test_in_order_of_issue_a_group_that_is_tried_again_keeps_its_place(tmp_path):
+    async def test():
+        failed: list[str] = []
+
+        async def script(request):
+            if request["rid"].startswith("0-0-") and len(failed) < 2:
+                failed.append(request["rid"])
+                await asyncio.sleep(0.02)
+                return reply([5, 6], output_token_logprobs=[])
+            return answers(request)
+
+        (output,), *_ = await collect(tmp_path, script, rollout={"over_sampling_batch_size": 4}, run=DETERMINISTIC)
+        assert [g[0].group_index for g in output.samples] == [0, 1]
+        assert output.metrics["rollout/group_retries"] == 2.0
+
+    run(test())
+
+
+def test_in_order_of_issue_a_group_that_keeps_failing_stops_the_step_only_when_its_turn_comes(tmp_path):
+    async def test():
+        async def script(request):
+            group = int(request["rid"].split("-")[0])
+            if group == broken:
+                return reply([5], output_token_logprobs=[])
+            await asyncio.sleep(0.1)
+            return answers(request)
+
+        sections = {"rollout": {"over_sampling_batch_size": 4}, "run": DETERMINISTIC}
+        broken = 3
+        (output,), _, source, ledger = await collect(tmp_path, script, **sections)
+        assert [g[0].group_index for g in output.samples] == [0, 1]
+        assert [g[0].group_index for g in source.buffer] == [2, 3]
+        assert ledger.failed == {}
+        broken = 1
+        with pytest.raises(MilesError, match="prompt group 1 failed 3 times"):
+            await collect(tmp_path, script, **sections)
 
     run(test())

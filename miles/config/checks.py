@@ -227,6 +227,8 @@ def saving_saves(cfg: RunConfig) -> Iterator[Issue]:
     if cfg.checkpoint.keep_last is not None:
         problem = f"keeps {cfg.checkpoint.keep_last} checkpoints, {without}"
         yield Issue("checkpoint.keep_last", problem, "--save-interval STEPS")
+    if cfg.checkpoint.async_save:
+        yield Issue("checkpoint.async_save", f"is asked for, {without}", "--save-interval STEPS")
 
 
 def one_half_of_a_run_at_a_time(cfg: RunConfig) -> Iterator[Issue]:
@@ -283,6 +285,17 @@ def generating_alone_has_no_checkpoints(cfg: RunConfig) -> Iterator[Issue]:
     if cfg.checkpoint.load is not None:
         problem = "publishes no weights, so the engines would not hold those of --load"
         yield Issue("debug.rollout_only", problem, "--hf-checkpoint CHECKPOINT/hf, and leave out --load")
+
+
+def a_weights_folder_is_used(cfg: RunConfig) -> Iterator[Issue]:
+    weights = cfg.weights
+    if weights.disk_dir is None or weights.transport == "disk" or (weights.verify and weights.reload_interval):
+        return
+    yield Issue(
+        "weights.disk_dir",
+        f"names {weights.disk_dir}, but weights go by {weights.transport} and nothing is proven through a folder",
+        "--update-weight-transfer-mode disk, or --weights.reload-interval UPDATES",
+    )
 
 
 def custom_names_are_free(cfg: RunConfig) -> Iterator[Issue]:
@@ -342,6 +355,7 @@ CHECKS: tuple[Check, ...] = (
     saved_samples_have_a_file_per_step,
     training_alone_needs_no_engines,
     generating_alone_has_no_checkpoints,
+    a_weights_folder_is_used,
     custom_names_are_free,
     custom_values_are_plain,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import socket
 from collections.abc import Iterator, Set
 from pathlib import Path
@@ -11,10 +12,17 @@ from typing import Any, cast
 
 from miles.config.checks import length_issues
 from miles.config.known import Check, run_checks
-from miles.config.resources import machine_cores, needs_engines, num_engines, num_train_ranks, resolved_num_cpus
+from miles.config.resources import (
+    machine_cores,
+    needs_engines,
+    num_engines,
+    num_train_ranks,
+    resolved_num_cpus,
+    saves,
+)
 from miles.config.schema import DataConfig, RunConfig
 from miles.errors import CheckpointError, Issue
-from miles.utils import checkpoint_folder
+from miles.utils import checkpoint_folder, run_record
 from miles.utils.jsonl import split_slice
 from miles.utils.run_folder import RESOLVED
 from miles.utils.step_path import STEP, step_path
@@ -86,6 +94,40 @@ def checkpoint_is_complete(cfg: RunConfig) -> Iterator[Issue]:
         yield Issue("checkpoint.load", problem, fix or "--load FOLDER")
 
 
+def checkpoints_can_be_written(cfg: RunConfig) -> Iterator[Issue]:
+    if not saves(cfg) or cfg.checkpoint.save is None:
+        return
+    folder = Path(cfg.checkpoint.save)
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        yield Issue("checkpoint.save", f"{existing} is not a folder", "--save FOLDER")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield Issue(
+            "checkpoint.save", f"{existing} may not be written to", "--save with a folder that this user may write to"
+        )
+
+
+def checkpoints_are_this_runs(cfg: RunConfig) -> Iterator[Issue]:
+    if not saves(cfg) or next(run_folder_is_free(cfg), None) is not None:
+        return
+    given, run_dir, load = cfg.checkpoint.save, cfg.run.dir, cfg.checkpoint.load
+    if given is None and run_dir is None:
+        return
+    setting, flag = ("checkpoint.save", "--save") if given is not None else ("run.dir", "--run-dir")
+    folder = Path(given) if given is not None else Path(cast(str, run_dir)) / "checkpoints"
+    try:
+        loaded = checkpoint_folder.resolve(load) if load is not None else None
+    except CheckpointError:
+        return  # `checkpoint_is_complete` tells it
+    try:
+        found = run_record.conflict(folder, loaded)
+    except CheckpointError as e:
+        found = str(e).partition("\n")[0]
+    if found is not None:
+        fix = f"{flag} with a new folder, or --load {folder} to go on from its latest checkpoint"
+        yield Issue(setting, found, fix)
+
+
 def save_sentinel_is_a_file(cfg: RunConfig) -> Iterator[Issue]:
     path = cfg.checkpoint.save_trigger_sentinel
     if path is not None and Path(path).is_dir():
@@ -111,7 +153,8 @@ def _first_step(cfg: RunConfig) -> int:
     if cfg.checkpoint.load is None:
         return 0
     try:
-        return int(checkpoint_folder.read_state(checkpoint_folder.resolve(cfg.checkpoint.load))["next_step"])
+        folder = checkpoint_folder.resolve(cfg.checkpoint.load)
+        return int(checkpoint_folder.read_state(folder)["next_step"]) if folder else 0
     except (CheckpointError, LookupError):
         return 0
 
@@ -271,6 +314,8 @@ PREFLIGHT: tuple[Check, ...] = (
     prompts_exist,
     eval_data_exists,
     checkpoint_is_complete,
+    checkpoints_can_be_written,
+    checkpoints_are_this_runs,
     save_sentinel_is_a_file,
     replayed_samples_exist,
     run_folder_is_free,

@@ -1,4 +1,4 @@
-"""What a run takes of the machine: logical CPUs, threads, processes."""
+"""What a run takes of the machine, and what follows from several settings: CPUs, threads, processes, data types, bounds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from miles.config.schema import RunConfig
+from miles.utils.model_dtype import model_dtype
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -58,3 +59,15 @@ def num_engines(cfg: RunConfig) -> int:
 def num_train_ranks(cfg: RunConfig) -> int:
     """Trainer processes that the run starts."""
     return 0 if cfg.debug.rollout_only else cfg.cluster.train_ranks
+
+
+def engine_dtype(cfg: RunConfig) -> str:
+    """Data type in which engines hold and are sent the weights: `float32`, `bfloat16` or `float16`."""
+    return model_dtype(cfg.model.hf_checkpoint) if cfg.engine.dtype == "auto" else cfg.engine.dtype
+
+
+def parity_bounds(cfg: RunConfig) -> tuple[float, float]:
+    """Largest mean and 99th percentile of |trainer - engine| that pass, in nats: as set, or by what the two compute in."""
+    fp32 = not cfg.train.bf16 and engine_dtype(cfg) == "float32"
+    mean, p99 = cfg.parity.max_mean_diff, cfg.parity.max_p99_diff
+    return mean or (1e-3 if fp32 else 0.03), p99 or (1e-2 if fp32 else 0.3)

@@ -31,6 +31,15 @@ class ClusterConfig(ConfigModel):
     """Seconds after which a wait is shown on the console by name, and again each time as many have passed."""
 
 
+class FaultToleranceConfig(ConfigModel):
+    """What happens when an engine or the router dies."""
+
+    enabled: Annotated[bool, Flag("--use-fault-tolerance")] = True
+    """Restart an engine or router that died, give the engine the current weights, and send its requests elsewhere; off ends the run."""
+    max_restarts: PositiveInt = 3
+    """Restarts of one engine, or of the router, without a finished step between them; one more ends the run."""
+
+
 class ModelConfig(ConfigModel):
     """The model that is trained, and its reference."""
 
@@ -125,6 +134,8 @@ class EngineConfig(ConfigModel):
     """Requests that may be in flight per engine."""
     max_running_requests: PositiveInt = 256
     """Requests an engine decodes at a time; further ones wait in its queue."""
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Flag("--sglang-dtype")] = "auto"
+    """Data type in which engines hold weights, activations and KV; `auto` is that of `--hf-checkpoint`."""
 
 
 class RouterConfig(ConfigModel):
@@ -195,6 +206,8 @@ class TrainConfig(ConfigModel):
 
     backend: Annotated[Literal["fsdp"], Flag("--train-backend")] = "fsdp"
     """Which trainer runs the optimizer steps."""
+    bf16: Annotated[bool, Flag("--bf16")] = False
+    """Compute in bfloat16 over fp32 master weights, moments and gradient sums; off computes in fp32."""
     global_batch_size: Annotated[PositiveInt | None, Flag("--global-batch-size")] = None
     """Samples per optimizer step, over all ranks; derived when `--num-steps-per-rollout` is given, and one step per rollout when neither is."""
     num_steps_per_rollout: Annotated[PositiveInt | None, Flag("--num-steps-per-rollout")] = None
@@ -276,7 +289,7 @@ class CheckpointConfig(ConfigModel):
     """Saving and resuming."""
 
     save: Annotated[str | None, Flag("--save")] = None
-    """Folder of checkpoints; unset takes RUN_DIR/checkpoints."""
+    """Folder of checkpoints; unset takes RUN_DIR/checkpoints. One that holds another run's is refused."""
     save_interval: Annotated[PositiveInt | None, Flag("--save-interval")] = None
     """Save every so many steps and after the last; unset saves only when `--save-trigger-sentinel` asks for it."""
     save_trigger_sentinel: Annotated[str | None, Flag("--save-trigger-sentinel")] = None
@@ -285,6 +298,8 @@ class CheckpointConfig(ConfigModel):
     """Complete checkpoints to keep: each save removes older ones beyond so many, but never the one that the run was loaded from; unset keeps all."""
     save_hf: Annotated[bool, Flag("--save-hf")] = True
     """Put the model in Hugging Face format into every checkpoint, under `hf/`."""
+    async_save: Annotated[bool, Flag("--async-save")] = False
+    """Write checkpoints while the run goes on, from a copy in memory; one that was not finished when the run died is ignored."""
     load: Annotated[str | None, Flag("--load")] = None
     """Checkpoint to resume from: a folder of checkpoints (its latest complete one) or one `iter_*` folder."""
 
@@ -292,10 +307,18 @@ class CheckpointConfig(ConfigModel):
 class WeightsConfig(ConfigModel):
     """How weights reach the engines."""
 
+    transport: Annotated[Literal["tensor", "broadcast", "disk"], Flag("--update-weight-transfer-mode")] = "tensor"
+    """`tensor` shares memory with engines of this machine, `broadcast` sends through a process group, `disk` through a folder that both sides see."""
+    disk_dir: Annotated[str | None, Flag("--update-weight-disk-dir")] = None
+    """Folder of the `disk` transport and of the check through disk; unset takes RUN_DIR/weights."""
+    mode: Annotated[Literal["drain", "in_place", "retract"], Flag("--pause-generation-mode")] = "drain"
+    """Requests in flight during an update: `drain` ends and resubmits them with their tokens so far, `in_place` keeps their KV, `retract` computes it anew."""
     buffer_size: Annotated[PositiveInt, Flag("--update-weight-buffer-size")] = 512 * 1024**2
     """Bytes of weights sent to an engine at a time."""
     verify: bool = True
-    """After each update compare what was sent with what was expected, and the engine's checksums with the trainer's."""
+    """Prove that engines hold what the trainer has: every parameter is sent (at start), names, bytes and checksums agree (each update), a second load path agrees (`reload_interval`)."""
+    reload_interval: NonNegativeInt = 10
+    """Updates between two proofs by which one engine loads the same weights another way (from disk; from memory with the `disk` transport) and must report equal checksums; 0 never does."""
 
 
 class ParityConfig(ConfigModel):
@@ -303,10 +326,10 @@ class ParityConfig(ConfigModel):
 
     enabled: bool = True
     """Stop the run when trainer and engine assign different log-probabilities to the same tokens."""
-    max_mean_diff: PositiveFloat = 1e-3
-    """Largest mean absolute difference of log-probabilities (fp32)."""
-    max_p99_diff: PositiveFloat = 1e-2
-    """Largest 99th percentile of the absolute difference (fp32)."""
+    max_mean_diff: PositiveFloat | None = None
+    """Largest mean absolute difference of log-probabilities; unset takes 1e-3 when trainer and engines compute in fp32, 0.03 otherwise."""
+    max_p99_diff: PositiveFloat | None = None
+    """Largest 99th percentile of the absolute difference; unset takes 1e-2 in fp32, 0.3 otherwise."""
     num_probes: PositiveInt = 4
     """Fixed probe sequences scored by engine and trainer after a publish."""
     interval: PositiveInt = 10
@@ -333,6 +356,8 @@ class RunSectionConfig(ConfigModel):
     """Folder of this run; unset makes runs/NAME-TIME. A folder that holds another run is refused."""
     name: Annotated[str, Flag("--run-name")] = "miles"
     """Name shown on the console and in the run folder."""
+    deterministic: Annotated[bool, Flag("--deterministic-mode")] = False
+    """The same recipe gives the same bits again, also when it was killed and resumed: fixed shapes in the engines, groups in order of issue. Slower."""
     use_tensorboard: Annotated[bool, Flag("--use-tensorboard")] = True
     """Write TensorBoard events to RUN_DIR/tensorboard."""
 
@@ -342,6 +367,7 @@ class RunConfig(ConfigModel):
 
     run: RunSectionConfig = RunSectionConfig()
     cluster: ClusterConfig = ClusterConfig()
+    fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -293,6 +293,16 @@ def test_each_half_of_a_run_alone_passes_and_keeps_the_recipes_other_settings():
     assert problems(*SFT, "--debug-train-only", "--save-interval", "1") == []
 
 
+def test_a_weights_folder_that_nothing_uses_is_refused():
+    folder = ["--update-weight-disk-dir", "out"]
+    assert only(*OK, *folder, "--weights.reload-interval", "0").startswith(
+        "weights.disk_dir: names out, but weights go by tensor and nothing is proven through a folder -> "
+    )
+    assert problems(*OK, *folder) == []
+    disk = ["--update-weight-transfer-mode", "disk"]
+    assert problems(*OK, *folder, *disk, "--weights.reload-interval", "0") == []
+
+
 def test_custom_name_of_a_setting_is_refused():
     assert only(*OK, "--custom", "{lr: 1, mine: 2}") == (
         "custom.lr: args.lr is the setting optimizer.lr already -> set optimizer.lr (--lr), or rename yours"

@@ -130,7 +130,7 @@ def test_unknown_recipe_key_names_the_nearest_one_and_the_file(tmp_path):
     found = messages([path, *OK])
     assert found["rollout.batchsize"] == f"no such setting (in {path}) -> did you mean rollout.batch_size?"
     assert found["rollout_batch_size"].endswith("did you mean rollout.batch_size?")
-    assert "known here: run, cluster, model" in found["zzzzqqqq"]
+    assert "known here: run, cluster, fault_tolerance, model" in found["zzzzqqqq"]
     assert set(found) == {"rollout.batchsize", "rollout_batch_size", "zzzzqqqq", "7"}
 
 

@@ -9,6 +9,7 @@ from miles.config.preflight import preflight
 from miles.config.resources import machine_cores, num_engines, resolved_num_cpus, resolved_threads
 from miles.config.schema import ClusterConfig, RunConfig
 from miles.utils.checkpoint_folder import write_state, writing
+from miles.utils.run_record import FILE, RunRecord, write
 
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 SFT = ["--loss-type", "sft_loss", "--rollout-function-path", "miles.rollout.sft_rollout.generate_rollout"]
@@ -204,6 +205,38 @@ def test_run_folder_of_another_run_is_refused_unless_it_is_resumed(files):
         pass
     assert "holds another run" in only(files.argv("--run-dir", str(folder), "--load", str(files.root / "elsewhere")))
     assert "is a file" in only(files.argv("--run-dir", str(files.prompts)))
+
+
+def test_a_folder_with_another_runs_checkpoints_is_refused_unless_the_run_goes_on_from_them(files):
+    folder, saving = files.root / "checkpoints", ["--save-interval", "2"]
+    argv = files.argv("--save", str(folder), *saving)
+    assert problems(argv) == []
+    with writing(folder, 100) as draft:
+        write(draft, RunRecord("theirs", {}))
+    assert only(argv) == (
+        f"checkpoint.save: {folder} holds checkpoints of another run, the latest iter_0000100 -> "
+        f"--save with a new folder, or --load {folder} to go on from its latest checkpoint"
+    )
+    assert problems([*argv, "--load", str(folder)]) == []
+    assert problems(files.argv("--save", str(folder / "mine"), *saving)) == []
+    with writing(files.root / "mine", 10) as draft:
+        write(draft, RunRecord("mine", {}))
+    assert "of another run" in only([*argv, "--load", str(files.root / "mine")])
+    (folder / "iter_0000100" / FILE).write_text("{")
+    assert "run.json: unreadable" in only([*argv, "--load", str(files.root / "mine")])
+
+
+def test_a_run_folder_that_holds_checkpoints_of_another_run_is_refused(files):
+    folder, saving = files.root / "run", ["--save-interval", "2"]
+    with writing(folder / "checkpoints", 100):
+        pass
+    assert only(files.argv("--run-dir", str(folder), *saving)) == (
+        f"run.dir: {folder / 'checkpoints'} holds checkpoints of another run, the latest iter_0000100 -> --run-dir with a "
+        f"new folder, or --load {folder / 'checkpoints'} to go on from its latest checkpoint"
+    )
+    assert problems(files.argv("--run-dir", str(folder), *saving, "--load", str(folder / "checkpoints"))) == []
+    (folder / "resolved.yaml").write_text("")
+    assert "holds another run" in only(files.argv("--run-dir", str(folder), *saving))
 
 
 def test_more_processes_than_ray_may_place(files):

@@ -9,7 +9,7 @@ import random
 import socket
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,9 +26,19 @@ RETRY_WINDOW_S = 60.0
 KEEP_ALIVE_S = 2.0
 """Seconds an idle connection is kept. Below the 5 s of a stock uvicorn server, so that a request is never written to a
 connection which the server is closing: nobody could tell whether such a request was sent."""
+GENERATION_PATHS = frozenset({"/generate", "/v1/chat/completions"})
+"""Routes whose requests are sent again when their connection breaks before an answer: generation changes nothing at the
+server, a server drops what was asked over a connection that closed, and the caller gets one answer."""
+BREAK_ERRORS = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError, ConnectionError)
+"""What aiohttp raises when a connection that was made is reset or closed. Time-outs are none: the server may be at it."""
+MOST_BREAKS = 4
+"""Broken connections of one request after which it is given up: it may be what kills the servers."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _SHOWN_BODY_CHARS = 4000
+
+REQUEST_ID = "X-Request-Id"
+"""Header by which a request is told apart from others in the wait graph."""
 
 # What aiohttp raises while it connects, when no byte of the request has been written.
 NOT_SENT_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
@@ -43,10 +53,10 @@ class HttpError(EngineError):
 
 
 class TransportError(EngineError):
-    """No answer came; `sent` tells whether the server may have received the request."""
+    """No answer came; `sent` tells whether the server may have received the request, `broken` that the connection broke."""
 
-    def __init__(self, url: str, reason: str, sent: bool) -> None:
-        self.url, self.reason, self.sent = url, reason, sent
+    def __init__(self, url: str, reason: str, sent: bool, broken: bool = False) -> None:
+        self.url, self.reason, self.sent, self.broken = url, reason, sent, broken
         state = "it may have been received" if sent else "it was not sent"
         super().__init__(f"no answer from {url} ({state}): {reason}; check that the server runs and its log")
 
@@ -194,12 +204,46 @@ async def post(
 
     `timeout_s` limits one attempt, `deadline_s` the whole call with its retries and pauses. Without a deadline the
     call waits for an answer as long as it takes, and begins no new attempt after 60 s. Attempts are repeated when the
-    connection could not be made or the server answered 429; with `idempotent` also when the answer was lost or 5xx.
-    Raises HttpError with the server's text, or TransportError.
+    connection could not be made or the server answered 429; with `idempotent` also when the answer was lost or 5xx. A
+    generation (`GENERATION_PATHS`) is sent again when its connection broke, never after a time-out; the 60 s begin anew
+    then. Raises HttpError with the server's text, or TransportError.
     """
     body = b"" if payload is None else orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
     sent_headers = {"Content-Type": "application/json", **(headers or {})}
     return await _call("POST", url, body, sent_headers, timeout_s, idempotent, deadline_s)
+
+
+async def post_stream(
+    url: str,
+    payload: Any,
+    on_event: Callable[[Any], None],
+    *,
+    headers: Mapping[str, str] | None = None,
+    deadline_s: float | None = None,
+) -> None:
+    """POST `payload` as JSON and hand each server-sent event of the answer, decoded, to `on_event`, in order.
+
+    Returns at the event `[DONE]`. Attempts are repeated as for `post`, and never once an event has come. Raises
+    HttpError with the server's text, TransportError when the stream breaks off, and EngineError when an event is no
+    JSON or tells an error.
+    """
+
+    async def read(response: aiohttp.ClientResponse) -> None:
+        begun = False
+        try:
+            async for event in _events(response.content, url):
+                begun = True
+                if isinstance(event, dict) and "error" in event:
+                    raise EngineError(f"{url} ended its stream with an error: {_error_text(event['error'])}")
+                on_event(event)
+        except BREAK_ERRORS as error:
+            if not begun:
+                raise
+            raise TransportError(url, f"the stream broke off: {describe(error)}", sent=True) from error
+
+    body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    sent_headers = {"Content-Type": "application/json", **(headers or {})}
+    await _call("POST", url, body, sent_headers, None, False, deadline_s, read)
 
 
 async def get(
@@ -226,30 +270,44 @@ async def _call(
     timeout_s: float | None,
     idempotent: bool,
     deadline_s: float | None,
+    read: Callable[[aiohttp.ClientResponse], Awaitable[Any]] | None = None,
 ) -> Any:
+    """Attempts until one is answered or must not be repeated; `read` takes the answer, in place of decoding it whole."""
     started = time.monotonic()
-    window_s = RETRY_WINDOW_S if deadline_s is None else deadline_s
+    ends = started + (RETRY_WINDOW_S if deadline_s is None else deadline_s)
+    breaks_left = MOST_BREAKS if method == "POST" and urlsplit(url).path in GENERATION_PATHS else 0
     pause_s = _FIRST_PAUSE_S
     said: HttpError | None = None
+
+    async def read_begun(response: aiohttp.ClientResponse) -> Any:
+        nonlocal breaks_left
+        breaks_left = 0  # what was passed on must not come again
+        assert read is not None
+        return await read(response)
+
     session = await _session_for(url)
     while True:
         limits = [timeout_s, None if deadline_s is None else max(0.001, started + deadline_s - time.monotonic())]
         total_s = min((limit for limit in limits if limit is not None), default=None)
         asked_pause_s = 0.0
         try:
-            return await _attempt(session, method, url, body, headers, total_s)
+            return await _attempt(session, method, url, body, headers, total_s, read and read_begun)
         except HttpError as error:
             if error.status != 429 and not (idempotent and error.status >= 500):
                 raise
             failure = said = error
             asked_pause_s = error.retry_after_s
         except TransportError as error:
-            if error.sent and not idempotent:
+            if error.broken and breaks_left:
+                breaks_left -= 1
+                if deadline_s is None:  # what went before was an attempt at work, not at getting through
+                    ends = time.monotonic() + RETRY_WINDOW_S
+            elif error.sent and not idempotent:
                 raise
             failure = said or error  # what a server said tells more than that it was silent at last
         # Full jitter: callers that failed together do not come back together.
         wait_s = max(asked_pause_s, pause_s * random.uniform(0.5, 1.5))
-        if time.monotonic() - started + wait_s >= window_s:
+        if time.monotonic() + wait_s >= ends:
             raise failure
         await asyncio.sleep(wait_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -262,22 +320,47 @@ async def _attempt(
     body: bytes,
     headers: Mapping[str, str],
     total_s: float | None,
+    read: Callable[[aiohttp.ClientResponse], Awaitable[Any]] | None,
 ) -> Any:
     timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=CONNECT_TIMEOUT_S)
     try:
         async with session.request(method, url, data=body or None, headers=headers, timeout=timeout) as response:
+            if read is not None and response.status < 400:
+                return await read(response)
             content = await response.read()
             if response.status >= 400:
                 asked = response.headers.get("Retry-After", "")
                 text = content.decode(errors="replace")
-                raise HttpError(response.status, text, url, float(asked) if asked.isdigit() else 0.0)
+                raise HttpError(response.status, text, url, float(asked) if asked.isdecimal() else 0.0)
             return _decode(content, response.content_type, url)
     except NOT_SENT_ERRORS as error:
         raise TransportError(url, describe(error), sent=False) from error
     except TimeoutError as error:
         raise TransportError(url, f"no whole answer within {total_s} s", sent=True) from error
+    except BREAK_ERRORS as error:
+        raise TransportError(url, describe(error), sent=True, broken=True) from error
     except (aiohttp.ClientError, OSError) as error:
         raise TransportError(url, describe(error), sent=True) from error
+
+
+async def _events(content: aiohttp.StreamReader, url: str) -> AsyncIterator[Any]:
+    """The decoded events of a stream of `data: JSON` events, up to `data: [DONE]`."""
+    buffer, searched = bytearray(), 0
+    async for piece in content.iter_any():
+        buffer += piece
+        while (end := buffer.find(b"\n\n", searched)) >= 0:
+            event, searched = bytes(buffer[:end]).strip(), 0
+            del buffer[: end + 2]
+            if event == b"data: [DONE]":
+                return
+            if event.startswith(b"data:"):
+                yield _decode(event.removeprefix(b"data:"), "application/json", url)
+        searched = max(0, len(buffer) - 1)
+    raise TransportError(url, "the stream ended before its last event", sent=True)
+
+
+def _error_text(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
 
 def _decode(content: bytes, content_type: str, url: str) -> Any:

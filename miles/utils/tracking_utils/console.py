@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 import time
 from collections.abc import Mapping
 
@@ -15,22 +18,46 @@ def duration(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
+class _Stream(RichConsole):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process; a run outlives the reader of its output."""
+        raise
+
+
 class Console:
-    """Prints to standard output; colours only on a terminal."""
+    """Prints to standard output; colours only on a terminal.
+
+    A run does not depend on who reads it: when a stream cannot be written (its reader left, its disk is full), this is
+    told on the other one, and nothing more is written to it.
+    """
 
     def __init__(self) -> None:
-        self._rich = RichConsole(highlight=False, soft_wrap=True)
-        self._errors = RichConsole(highlight=False, soft_wrap=True, stderr=True)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 ends no run
+        self._rich = _Stream(highlight=False, soft_wrap=True)
+        self._errors = _Stream(highlight=False, soft_wrap=True, stderr=True)
         self._steps = range(0)
         self._started_at = time.monotonic()
 
     def say(self, text: str, style: str | None = None) -> None:
         """One line of plain text."""
-        self._rich.print(text, style=style, markup=False)
+        self._print(self._rich, text, style)
 
     def error(self, text: str) -> None:
         """An error, on standard error."""
-        self._errors.print(f"error: {text}", style="red", markup=False)
+        self._print(self._errors, f"error: {text}", "red")
+
+    def _print(self, stream: _Stream, text: str, style: str | None) -> None:
+        try:
+            stream.print(text, style=style, markup=False)
+        except OSError as e:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.file.fileno())  # what is still buffered would fail again at exit
+            os.close(nowhere)
+            stream.quiet = True
+            name, other = ("output", self._errors) if stream is self._rich else ("error", self._rich)
+            reason = f"standard {name} cannot be written ({e.strerror or e}), so no more is written there"
+            self._print(other, f"{reason}; the run goes on", "yellow")
 
     def start(self, steps: range) -> None:
         """The loop begins now and goes over `steps`."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from miles.utils.disk import write_whole
 
 Points = Sequence[tuple[int, float]]
 
 
 def draw_curve(path: str | Path, title: str, series: Mapping[str, Points]) -> None:
-    """Draw each series of (step, value) points into a PNG; evaluations get markers."""
+    """Draw each series of (step, value) points into a PNG, written beside its name and renamed; evaluations get markers.
+
+    Raises MilesError when it cannot be written; an older drawing stays then.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -25,4 +31,6 @@ def draw_curve(path: str | Path, title: str, series: Mapping[str, Points]) -> No
     axes.grid(visible=True, alpha=0.3)
     if series:
         axes.legend(loc="lower right")
-    FigureCanvasAgg(figure).print_png(str(path))
+    png = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(png)
+    write_whole(path, png.getvalue())

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from miles.errors import MilesError
+from miles.utils.jsonl import read_jsonl
 from miles.utils.tracking_utils.console import Console
 from miles.utils.tracking_utils.curve import draw_curve
 from miles.utils.tracking_utils.events import JsonLines
@@ -16,17 +19,32 @@ CURVE_PREFIXES = ("rollout/reward", "eval/")
 
 
 class RunTracker:
-    """Writes metrics down, each call durably before it returns."""
+    """Writes metrics down, each call durably before it returns.
+
+    `metrics.jsonl` is the record: a row that cannot be written ends the run with a MilesError. What is only drawn from
+    the same numbers is told once when it cannot be, and the run goes on. A run resumed in its own folder goes on with
+    its files and curve.
+    """
 
     def __init__(self, run_dir: Path, name: str, console: Console, *, use_tensorboard: bool) -> None:
         self._curve_path = run_dir / "curve.png"
         self._name = name
         self._console = console
         self._lines = JsonLines(run_dir / "metrics.jsonl")
-        self._board = TensorBoardWriter(run_dir / "tensorboard") if use_tensorboard else None
-        self._series: dict[str, list[tuple[int, float]]] = {}
+        self._series: dict[str, dict[int, float]] = {}
+        self._last_step: int | None = None
+        if (run_dir / "metrics.jsonl").is_file():
+            for _, row in read_jsonl(run_dir / "metrics.jsonl"):
+                self._add_points(row["step"], row)
         self._drawn_at = time.monotonic()
         self._step_at: float | None = None
+        self._curve_told = False
+        self._board: TensorBoardWriter | None = None
+        if use_tensorboard:
+            try:
+                self._board = TensorBoardWriter(run_dir / "tensorboard")
+            except MilesError as e:
+                self._tell("TensorBoard gets nothing from this run", e)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write `metrics` of `step`; may be called several times a step with different names.
@@ -40,13 +58,26 @@ class RunTracker:
             self._step_at = now
         self._lines.write({"step": step, "time": round(time.time(), 3), **metrics})
         if self._board:
-            self._board.log(step, metrics)
-        for name, value in metrics.items():
-            if name == CURVE_PREFIXES[0] or (name.startswith(CURVE_PREFIXES[1]) and name.count("/") == 1):
-                self._series.setdefault(name, []).append((step, value))
+            try:
+                self._board.log(step, metrics)
+            except MilesError as e:
+                self._tell("TensorBoard gets nothing more from this run", e)
+                self._board = None
+        self._add_points(step, metrics)
         self._console.metrics(step, metrics)
         if now - self._drawn_at > CURVE_INTERVAL_S:
             self._draw()
+
+    def _add_points(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._last_step is not None and step < self._last_step:  # a resumed run went back: those steps come again
+            for points in self._series.values():
+                for undone in [s for s in points if s > step]:
+                    del points[undone]
+        self._last_step = step
+        for name, value in metrics.items():
+            is_curve = name == CURVE_PREFIXES[0] or (name.startswith(CURVE_PREFIXES[1]) and name.count("/") == 1)
+            if is_curve and value is not None:
+                self._series.setdefault(name, {})[step] = value
 
     def close(self) -> None:
         """Draw the curve a last time and close the files."""
@@ -57,5 +88,16 @@ class RunTracker:
 
     def _draw(self) -> None:
         self._drawn_at = time.monotonic()
-        if self._series:
-            draw_curve(self._curve_path, self._name, self._series)
+        if not self._series:
+            return
+        try:
+            draw_curve(
+                self._curve_path, self._name, {name: [*points.items()] for name, points in self._series.items()}
+            )
+        except MilesError as e:
+            if not self._curve_told:
+                self._tell(f"{self._curve_path.name} stays as it is until it can be drawn again", e)
+            self._curve_told = True
+
+    def _tell(self, what: str, error: MilesError) -> None:
+        self._console.say(f"  {what}, and the run goes on: {str(error).splitlines()[0]}", style="yellow")

@@ -123,6 +123,13 @@ def test_a_state_of_another_order_or_another_number_of_rows_is_refused(make):
         make(5).load_state_dict({**state, "version": 9})
 
 
+def test_a_state_with_groups_of_another_size_in_its_buffer_is_refused(make):
+    source = make(5, n_samples_per_prompt=2)
+    source.add_samples(source.get_samples(1))
+    with pytest.raises(DataError, match="buffer holds groups of 2 samples and --n-samples-per-prompt is 3"):
+        make(5, n_samples_per_prompt=3).load_state_dict(source.state_dict())
+
+
 def test_a_state_of_other_rows_of_the_same_file_is_refused_though_they_are_as_many(write, make_args):
     path = write(rows(6))
     state = RolloutDataSourceWithBuffer(make_args(f"{path}@[0:3]")).state_dict()

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ import pytest
 from miles.errors import EngineError
 from miles.utils import http_utils
 from miles.utils.http_utils import (
+    MOST_BREAKS,
     HttpError,
     TransportError,
     aclose,
@@ -116,6 +120,7 @@ def test_json_that_does_not_parse_is_an_error_with_the_text() -> None:
     run(Server(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 5\r\n\r\n[NaN]"), story)
 
 
+# Case F01.
 def test_a_read_timeout_of_a_generation_is_not_repeated() -> None:
     server = Server(None)
 
@@ -129,16 +134,39 @@ def test_a_read_timeout_of_a_generation_is_not_repeated() -> None:
     assert len(server.requests) == 1
 
 
-def test_a_lost_answer_of_a_generation_is_not_repeated() -> None:
+def test_a_lost_answer_is_not_repeated() -> None:
     server = Server(b"")
 
     async def story(url: str) -> None:
-        assert (await _fails(post(f"{url}/generate", {}), TransportError)).sent
+        assert (await _fails(post(f"{url}/judge", {}), TransportError)).sent
 
     run(server, story)
     assert len(server.requests) == 1
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+def test_a_generation_whose_connection_breaks_is_sent_again_and_answered_once(path: str) -> None:
+    server = Server(b"", b"", OK)
+
+    async def story(url: str) -> None:
+        assert await post(f"{url}{path}", {"rid": 1}) == {"a": 1}
+
+    run(server, story)
+    assert [body for _, body in server.requests] == [b'{"rid":1}'] * 3
+
+
+def test_a_generation_that_breaks_its_connection_each_time_is_given_up(monkeypatch) -> None:
+    monkeypatch.setattr("miles.utils.http_utils._FIRST_PAUSE_S", 0.001)
+    server = Server(b"")
+
+    async def story(url: str) -> None:
+        assert (await _fails(post(f"{url}/generate", {}), TransportError)).broken
+
+    run(server, story)
+    assert len(server.requests) == 1 + MOST_BREAKS
+
+
+# Case F01.
 def test_a_refused_connection_is_tried_again() -> None:
     async def main() -> None:
         sock = bind_socket("127.0.0.1", 0)
@@ -186,6 +214,7 @@ def test_a_client_error_is_raised_at_once_with_the_servers_text(status: int) -> 
     assert len(server.requests) == 2
 
 
+# Case F01: health and GET.
 def test_5xx_is_repeated_for_idempotent_calls_only() -> None:
     server = Server(_error(503, "starting"), _error(500, "still"), OK)
 
@@ -204,6 +233,16 @@ def test_429_is_repeated_after_the_pause_it_asks_for() -> None:
         started = time.monotonic()
         assert await post(url, {}) == {"a": 1}
         assert time.monotonic() - started >= 1
+
+    run(server, story)
+
+
+@pytest.mark.parametrize("asked", ["²", "soon", "-1", "Wed, 21 Oct 2026 07:28:00 GMT"])
+def test_a_pause_that_is_no_number_of_seconds_is_ours_to_choose(asked: str) -> None:
+    server = Server(_error(429, "busy", f"retry-after: {asked}\r\n"), OK)
+
+    async def story(url: str) -> None:
+        assert await post(url, {}) == {"a": 1}
 
     run(server, story)
 
@@ -301,6 +340,7 @@ def test_an_idle_connection_is_not_kept_longer_than_servers_do(monkeypatch) -> N
     run(server, story)
 
 
+# A proxy of the environment; its kin for the router is in tests/fast/router/test_router_forwarding.py.
 def test_http_proxy_does_not_catch_loopback(monkeypatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -340,6 +380,7 @@ def test_sessions_of_ended_loops_are_forgotten() -> None:
     assert not http_utils._sessions
 
 
+# Case F07.
 @pytest.mark.parametrize(
     ("host", "port", "url"),
     [
@@ -355,6 +396,7 @@ def test_url_of_brackets_ipv6(host, port, url) -> None:
     assert split_host_port(url) == (bracket_host(host).strip("[]"), port)
 
 
+# Case F06.
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
@@ -376,6 +418,7 @@ def test_what_is_no_address_is_refused(url) -> None:
         split_host_port(url)
 
 
+# Case F07: all addresses, `::`.
 def test_bind_socket_takes_names_and_ipv6_and_names_what_is_wrong() -> None:
     with bind_socket("localhost", 0) as sock:
         host, port = sock.getsockname()[:2]
@@ -392,6 +435,34 @@ def test_bind_socket_takes_names_and_ipv6_and_names_what_is_wrong() -> None:
         bind_socket("203.0.113.7", 0)
     with pytest.raises(EngineError, match="host 'no such host' does not resolve"):
         bind_socket("no such host", 0)
+
+
+# Case F07: no address is put together by hand.
+def test_hosts_and_ports_are_joined_by_one_helper_only() -> None:
+    package = Path(http_utils.__file__).parents[1]
+    by_hand = re.compile(r"\{[^{}]*(host|addr|_ip)[^{}]*\}:\{")
+    found = {
+        f"{path.relative_to(package)}:{number}"
+        for path in package.rglob("*.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if by_hand.search(line)
+    }
+    here = {name for name in found if name.startswith("utils/http_utils.py:")}
+    assert len(here) == 1
+    assert found == here, "use url_of or bracket_host: an IPv6 address needs brackets"
+
+
+# Case F10: ports that others hold, and two who look for free ones at the same time.
+def test_free_ports_are_distinct_from_those_in_use_and_from_those_of_another_allocator() -> None:
+    occupied = [bind_socket("127.0.0.1", 0) for _ in range(2)]
+    with ThreadPoolExecutor(2) as allocators:
+        first, second = allocators.map(lambda _: [bind_socket("127.0.0.1", 0) for _ in range(50)], range(2))
+    ports = [sock.getsockname()[1] for sock in (*occupied, *first, *second)]
+    assert len(set(ports)) == 102  # held until they are used, so nobody else can be given one
+    with pytest.raises(EngineError, match=f"port {ports[0]} of 0.0.0.0 is in use"):
+        bind_socket("0.0.0.0", ports[0])  # a server on one interface is in the way of one on all
+    for sock in (*occupied, *first, *second):
+        sock.close()
 
 
 @pytest.mark.parametrize(

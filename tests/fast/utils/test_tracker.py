@@ -3,6 +3,7 @@ import math
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from miles.utils.tracking_utils import tracker as tracker_module
 from miles.utils.tracking_utils.console import Console, duration
 from miles.utils.tracking_utils.tracker import RunTracker
 
@@ -42,3 +43,18 @@ def test_the_console_shows_step_reward_lengths_speed_and_time_left(capsys, tmp_p
 
 def test_durations_read_like_a_clock():
     assert [duration(s) for s in (0, 61, 3723)] == ["0:00", "1:01", "1:02:03"]
+
+
+def test_a_run_resumed_in_its_folder_goes_on_with_its_rows_and_curve(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(tracker_module, "draw_curve", lambda path, title, series: drawn.update(series))
+    tracker = RunTracker(tmp_path, "t", Console(), use_tensorboard=False)
+    for step in range(4):
+        tracker.log(step, {"rollout/reward": step / 8, "eval/a": math.nan if step == 1 else 0.5, "eval/a/b": 1.0})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "rollout/rew')  # killed here; the checkpoint was after step 1
+    resumed = RunTracker(tmp_path, "t", Console(), use_tensorboard=False)
+    resumed.log(2, {"rollout/reward": 0.75})
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 2]
+    resumed.close()
+    assert drawn == {"rollout/reward": [(0, 0.0), (1, 0.125), (2, 0.75)], "eval/a": [(0, 0.5), (2, 0.5)]}

@@ -6,6 +6,7 @@ MilesError
 |-- DataError        a row of a data file, with file and line
 |-- CheckpointError  a checkpoint or model folder that is missing, incomplete or does not fit
 |-- EngineError      an inference engine or the router, with its id and log
+|-- ClusterError     a process that the run cannot do without has ended
 |-- WeightSyncError  the engine does not hold what the trainer has
 |-- ParityError      trainer and engine disagree on log-probabilities
 |-- TrainingError    a batch or a step that must not be trained on
@@ -88,6 +89,10 @@ class EngineError(MilesError):
         if log_path:
             text += f"\n    log: {log_path}"
         super().__init__(text)
+
+
+class ClusterError(MilesError):
+    """A process that the run cannot do without has ended: one of Ray's own, the rollout manager, or a trainer rank."""
 
 
 class WeightSyncError(MilesError):

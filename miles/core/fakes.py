@@ -199,6 +199,13 @@ class FakeTrainer:
     async def save(self, folder: str) -> None:
         self.story.tell(f"save {folder}")
 
+    async def copy_state(self) -> None:
+        self.story.tell("copy state")
+
+    async def save_copy(self, folder: str) -> float:
+        self.story.tell(f"save copy {folder}")
+        return 0.0
+
 
 class FakeEvaluation:
     """Is asked before training and after every step."""
@@ -223,6 +230,11 @@ class FakeCheckpoints:
     async def save_if_due(self, step: int) -> None:
         self.story.tell(f"save? {step}")
         self.saved[step] = await self.rollout.state_dict()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Saves at once, so nothing is left to wait for."""
+        yield
 
     def load(self, step: int) -> dict[str, Any]:
         """State saved after `step`; raises CheckpointError when there is none."""

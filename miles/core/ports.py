@@ -114,6 +114,14 @@ class Trainer(Protocol):
         """Write model, optimizer, schedule and random state into `folder`."""
         ...
 
+    async def copy_state(self) -> None:
+        """Copy what `save` would write now into memory, for `save_copy`; training may go on."""
+        ...
+
+    async def save_copy(self, folder: str) -> float:
+        """Write what `copy_state` copied into `folder`, beside training; returns the seconds it took."""
+        ...
+
 
 class EnginePool(Protocol):
     """The engines of one served model and their router."""
@@ -166,6 +174,10 @@ class Checkpoints(Protocol):
     """Complete checkpoints on an interval."""
 
     async def save_if_due(self, step: int) -> None: ...
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Around the run: its end waits for a checkpoint that is still being written."""
+        ...
 
 
 class Tracker(Protocol):

@@ -10,11 +10,16 @@ from typing import Any
 
 import ray
 
+from miles.utils import heartbeat
+
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def enter(role: str, run_dir: str) -> str:
-    """Redirect this process's output to `RUN_DIR/logs/ROLE.log`; returns that path."""
+def enter(role: str, run_dir: str, *, blocks: bool = False) -> str:
+    """Redirect this process's output to `RUN_DIR/logs/ROLE.log` and start its heartbeat; returns the log's path.
+
+    `blocks`: this actor works in the thread of its event loop.
+    """
     path = Path(run_dir) / "logs" / f"{role}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -24,6 +29,7 @@ def enter(role: str, run_dir: str) -> str:
     os.dup2(fd, 2)
     os.close(fd)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, force=True)
+    heartbeat.start(role, Path(run_dir) / heartbeat.FOLDER, blocks=blocks)
     return str(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Sequence
 
 from miles.core.run_facts import EngineEndpoint
@@ -15,6 +16,11 @@ from miles.utils.process import TOKEN_VARIABLE, ServerProcess, last_lines
 WATCH_INTERVAL_S = 0.2
 
 
+def how_it_ended(status: int) -> str:
+    """An exit status in words."""
+    return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
 class EngineActor:
     """Owns the server process of one engine. The process ends with this actor."""
 
@@ -24,18 +30,24 @@ class EngineActor:
         self._log_path = os.path.join(run_dir, "logs", f"{engine_id}.log")
         self._server: ServerProcess | None = None
         self._stopping = False
+        self._killed_because = ""
 
-    async def start(self, command: Sequence[str], token: str, timeout_s: float) -> EngineEndpoint:
-        """Start the server and wait until it serves; raises EngineError with the end of its log otherwise."""
+    async def start(self, command: Sequence[str], token: str, timeout_s: float) -> tuple[EngineEndpoint, int]:
+        """Start the server and wait until it serves; returns where, and the process id of this actor.
+
+        Called again after the server has died; the log is appended to. Raises EngineError with the end of its log.
+        """
+        self._killed_because = ""
         self._server = ServerProcess(self._id, command, self._log_path, env={TOKEN_VARIABLE: token})
         facts = await self._server.wait_ready_async(timeout_s)
-        return EngineEndpoint(
+        endpoint = EngineEndpoint(
             url=url_of("127.0.0.1", facts["port"]),
             engine_id=self._id,
             pid=self._server.pid,
             token=token,
             log_path=self._log_path,
         )
+        return endpoint, os.getpid()
 
     async def watch(self) -> None:
         """Return once the server was stopped on purpose; raises EngineError when it ends by itself."""
@@ -43,11 +55,17 @@ class EngineActor:
         while (status := self._server.exit_code()) is None:
             await asyncio.sleep(WATCH_INTERVAL_S)
         if not self._stopping:
-            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+            how = f"was killed: it {self._killed_because}" if self._killed_because else how_it_ended(status)
             lines = last_lines(self._log_path)
             raise EngineError(
                 f"the engine's process {how}", engine=self._id, log_path=self._log_path, last_lines=lines
             )
+
+    async def kill(self, reason: str) -> None:
+        """Kill the server, even one that is stopped or hangs; `watch` tells `reason`."""
+        if self._server is not None and self._server.exit_code() is None:
+            self._killed_because = reason
+            os.kill(self._server.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
         """End the server."""

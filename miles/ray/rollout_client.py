@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from miles.core.ports import Metrics, RolloutBatch, Tracker
+from miles.ray.phases import PhaseLog
 from miles.utils.waits import Waits
 
 
@@ -17,14 +18,15 @@ def due(step: int, interval: int | None, last_step: int) -> bool:
 class RolloutClient:
     """Calls the RolloutManager actor under named waits."""
 
-    def __init__(self, manager: Any, waits: Waits) -> None:
-        self._manager, self._waits = manager, waits
+    def __init__(self, manager: Any, waits: Waits, phases: PhaseLog) -> None:
+        self._manager, self._waits, self._phases = manager, waits, phases
 
     async def _call(self, wait: str, method: str, *args: Any) -> Any:
         return await self._waits.on("rollout manager", wait, getattr(self._manager, method).remote(*args))
 
     async def generate(self, step: int) -> RolloutBatch:
         """Collect the batch of `step`."""
+        self._phases.begin("generate", step)
         started_at = time.monotonic()
         batch: RolloutBatch = await self._call(f"generate step {step}", "generate", step)
         seconds = time.monotonic() - started_at
@@ -42,6 +44,7 @@ class RolloutClient:
 
     async def evaluate(self, step: int) -> Metrics:
         """Evaluate all datasets."""
+        self._phases.begin("evaluate", step)
         return await self._call(f"evaluate after step {step}", "evaluate", step)
 
     async def set_weight_version(self, version: int) -> None:
@@ -63,9 +66,17 @@ class IntervalEvaluation:
         self._interval, self._before = interval, before
 
     async def before_training(self) -> None:
-        """Evaluate what a run starts from; a resumed run did so already."""
-        if self._interval and self._before and self._steps.start == 0:
-            await self._run(self._steps.start - 1)
+        """Evaluate what a run starts from. A resumed run did so already.
+
+        Except that an evaluation follows its step's checkpoint: one that was due then may have been cut off, so a run
+        that resumes there makes it again.
+        """
+        last_done = self._steps.start - 1
+        if last_done < 0:
+            if self._interval and self._before:
+                await self._run(last_done)
+        elif due(last_done, self._interval, self._steps.stop - 1):
+            await self._run(last_done)
 
     async def run_if_due(self, step: int) -> None:
         """Evaluate after `step` if it is due."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ from miles.core.ledger import Ledger, LiveState
 from miles.core.plugins import load_function
 from miles.core.ports import DataSource, Metrics, RolloutBatch
 from miles.core.run_facts import EngineEndpoint, RouterEndpoint, RunFacts
-from miles.errors import EngineError
-from miles.ray.actor_process import enter, spawn
-from miles.ray.engine_actor import EngineActor
+from miles.ray.actor_process import enter
+from miles.ray.engine_pool import EnginePool, PoolPlan
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
 from miles.rollout.buffer_account import settle_buffer
 from miles.rollout.data_source import RolloutDataSourceWithBuffer
@@ -30,10 +30,8 @@ from miles.rollout.metrics import dump_rows, eval_metrics, rollout_metrics
 from miles.rollout.saved_samples import SavedSamplesRolloutFn, save_groups
 from miles.rollout.train_data_conversion import to_train_batch
 from miles.utils import http_utils
-from miles.utils.process import TOKEN_VARIABLE, ServerProcess
+from miles.utils.disk import write_whole
 from miles.utils.step_path import step_path
-
-DEATH_NOTICE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +39,7 @@ class ManagerSpec:
     """What the driver decided for the manager."""
 
     run_dir: str
-    num_engines: int
-    engine_command: tuple[str, ...]
-    router_command: tuple[str, ...]
-    token: str
+    pool: PoolPlan
     start_rollout_id: int
     state: dict[str, Any] | None
     """`state_dict` of the checkpoint that the run resumes from."""
@@ -58,10 +53,12 @@ class ManagerFacts:
     engines: tuple[EngineEndpoint, ...]
     num_prompts: int | None
     """Prompts in an epoch; None for a data source without a length."""
+    pids: Mapping[str, int]
+    """Process ids by name: `rollout-manager`, `router`, `engine-0`, `engine-0-actor`, ..."""
 
 
 class RolloutManager:
-    """One per run. `start` first, `close` last; calls do not overlap."""
+    """One per run. `start` first, `close` last; calls do not overlap, but for those of `pool`."""
 
     def __init__(self, config: RunConfig, spec: ManagerSpec) -> None:
         enter("rollout-manager", spec.run_dir)
@@ -70,55 +67,31 @@ class RolloutManager:
         self._ledger = Ledger()
         self._version: int | None = None
         self._last_step = spec.start_rollout_id - 1
-        self._router: ServerProcess | None = None
-        self._engine_actors: list[Any] = []
-        self._engine_deaths: list[asyncio.Future[None]] = []
+        self._pool = EnginePool(spec.pool)
         self._fn: RolloutFnAdapter | None = None
         self._eval_fn: RolloutFnAdapter | None = None
 
     async def start(self) -> ManagerFacts:
         """Start router and engines, load the data, build the rollout function."""
-        router = None
-        engine_starts = self._start_engines()
-        if self._spec.num_engines:
-            router = await self._start_router()
+        serves = self._spec.pool.num_engines > 0
+        engine_starts = asyncio.ensure_future(self._pool.start_engines())
+        router = await self._pool.start_router() if serves else None
         facts = self._run_facts(router)
         self._args = HookArgs(self._config, facts)
         self._source: DataSource = await asyncio.to_thread(load_function(self._config.data.source_path), self._args)
         if self._spec.state is not None:
             self._load(self._spec.state)
         self._build_functions()
-        engines = tuple(await engine_starts)
-        self._engine_deaths = [asyncio.ensure_future(_ref(actor.watch.remote())) for actor in self._engine_actors]
-        for engine in engines:
-            await self._router_call("add_worker", {"url": engine.url, "id": engine.engine_id})
+        engines = await engine_starts
+        if serves:
+            await self._pool.watch()
         num_prompts = len(self._source) if hasattr(self._source, "__len__") else None
-        return ManagerFacts(router=router, engines=engines, num_prompts=num_prompts)
+        pids = {"rollout-manager": os.getpid(), **self._pool.pids()}
+        return ManagerFacts(router=router, engines=engines, num_prompts=num_prompts, pids=pids)
 
-    def _start_engines(self) -> asyncio.Future[list[EngineEndpoint]]:
-        starts: list[Any] = []
-        for number in range(self._spec.num_engines):
-            actor = spawn(EngineActor, f"engine-{number}", self._spec.run_dir, num_cpus=1)
-            self._engine_actors.append(actor)
-            timeout_s = self._config.cluster.start_timeout_s
-            starts.append(actor.start.remote(self._spec.engine_command, self._spec.token, timeout_s))
-        return asyncio.ensure_future(_gather(starts))
-
-    async def _start_router(self) -> RouterEndpoint:
-        log_path = str(self._run_dir / "logs" / "router.log")
-        self._router = ServerProcess(
-            "router", self._spec.router_command, log_path, env={TOKEN_VARIABLE: self._spec.token}
-        )
-        facts = await self._router.wait_ready_async(self._config.cluster.start_timeout_s)
-        url = http_utils.url_of("127.0.0.1", facts["port"])
-        self._router_endpoint = RouterEndpoint(
-            url=url, pid=self._router.pid, token=self._spec.token, log_path=log_path
-        )
-        return self._router_endpoint
-
-    async def _router_call(self, route: str, body: dict[str, Any]) -> Any:
-        headers = {"Authorization": f"Bearer {self._spec.token}"}
-        return await http_utils.post(f"{self._router_endpoint.url}/{route}", body, headers=headers)
+    async def pool(self, method: str, *args: Any) -> Any:
+        """Call a method of the `EnginePool`."""
+        return await getattr(self._pool, method)(*args)
 
     def _run_facts(self, router: RouterEndpoint | None) -> RunFacts:
         host, port = http_utils.split_host_port(router.url) if router else ("", 0)
@@ -148,7 +121,7 @@ class RolloutManager:
         assert self._fn is not None
         self._last_step = step
         started_at = time.monotonic()
-        output = await self._while_engines_live(self._fn(RolloutFnTrainInput(step, self._version)))
+        output = await self._fn(RolloutFnTrainInput(step, self._version))
         seconds = time.monotonic() - started_at
         if (pattern := self._config.debug.save_rollout_data) is not None:
             await asyncio.to_thread(save_groups, step_path(pattern, step), step, output.samples)
@@ -169,35 +142,12 @@ class RolloutManager:
             **(self._source.metrics() if isinstance(self._source, RolloutDataSourceWithBuffer) else {}),
             **(output.metrics or {}),
             **self._ledger.metrics(),
+            **(self._pool.metrics() if self._spec.pool.num_engines else {}),
         }
         self._write_rows("rollouts", step, output.samples)
         return RolloutBatch(
             step=step, data=[ray.put(data)], group_indices=group_indices, num_samples=len(data), metrics=metrics
         )
-
-    async def _while_engines_live(self, work: Awaitable[Any]) -> Any:
-        """Await `work`; when an engine dies meanwhile, cancel it and raise that engine's error in its place."""
-        task = asyncio.ensure_future(work)
-        await asyncio.wait({task, *self._engine_deaths}, return_when=asyncio.FIRST_COMPLETED)
-        failed = task.done() and not task.cancelled() and isinstance(task.exception(), EngineError)
-        death = await self.dead_engine() if failed or not task.done() else None
-        if death is not None:
-            task.cancel()
-            await asyncio.wait({task})
-            raise death
-        return await task
-
-    async def dead_engine(self) -> EngineError | None:
-        """The error of an engine that has died, or does within a moment; None when all live.
-
-        Requests to a dead engine fail before its owner has seen it die, and the death is the better explanation.
-        """
-        if self._engine_deaths:
-            await asyncio.wait(self._engine_deaths, timeout=DEATH_NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
-        for death in self._engine_deaths:
-            if death.done() and isinstance(error := death.exception(), EngineError):
-                return getattr(error, "cause", error)  # out of Ray's wrapping
-        return None
 
     def _lease(self, groups: Sequence[Any]) -> tuple[int, ...]:
         """Note the groups of a batch as leased, also those of rollout functions that keep no account themselves."""
@@ -215,6 +165,7 @@ class RolloutManager:
 
     async def commit(self, step: int, group_indices: Sequence[int]) -> None:
         """Every optimizer step of `step`'s batch is done."""
+        self._pool.step_done()
         self._ledger.train(group_indices)
         self._settle_buffer("partial", *(() if self._keeps_groups else ("ready",)))
         self._ledger.assert_balanced()
@@ -222,7 +173,7 @@ class RolloutManager:
     async def evaluate(self, step: int) -> Metrics:
         """Evaluate all datasets; their samples go to RUN_DIR/eval/."""
         assert self._eval_fn is not None
-        output = await self._while_engines_live(self._eval_fn(RolloutFnEvalInput(step, weight_version=self._version)))
+        output = await self._eval_fn(RolloutFnEvalInput(step, weight_version=self._version))
         for name, result in output.data.items():
             self._write_rows(f"eval/{name}", step, [result.get("samples", [])])
         if output.metrics is not None:
@@ -232,6 +183,8 @@ class RolloutManager:
     async def set_weight_version(self, version: int) -> None:
         """The engines hold `version` now."""
         self._version = version
+        for fn in {id(f): f for f in (self._fn, self._eval_fn) if f}.values():
+            fn.note_weight_version(version)
 
     async def state_dict(self) -> dict[str, Any]:
         """JSON-ready state of data source and ledger."""
@@ -269,27 +222,14 @@ class RolloutManager:
         settle_buffer(self._ledger, self._source, *states, reason="by_a_hook" if hooks_decide else None)
 
     def _write_rows(self, kind: str, step: int, groups: Sequence[Any]) -> None:
-        folder = self._run_dir / kind
-        folder.mkdir(parents=True, exist_ok=True)
         name = f"{step:07d}.jsonl" if step >= 0 else "before-training.jsonl"
-        with open(folder / name, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in dump_rows(groups))
+        path = self._run_dir / kind / name
+        lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in dump_rows(groups))
+        write_whole(path, "".join(lines))
 
     async def close(self) -> None:
         """End rollout function, engines and router."""
         for fn in {id(f): f for f in (self._fn, self._eval_fn) if f}.values():
             await fn.close()
-        await _gather([actor.stop.remote() for actor in self._engine_actors], return_exceptions=True)
-        if self._router:
-            await asyncio.to_thread(self._router.stop)
+        await self._pool.close()
         await http_utils.aclose()
-
-
-async def _ref(ref: Any) -> Any:
-    """An object reference as a coroutine."""
-    return await ref
-
-
-async def _gather(refs: Sequence[Any], *, return_exceptions: bool = False) -> list[Any]:
-    """Await object references together."""
-    return list(await asyncio.gather(*refs, return_exceptions=return_exceptions))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from miles.backends.weight_sync.records import SentWeights, TransportName
+from miles.config.resources import parity_bounds
 from miles.config.schema import RunConfig
 from miles.core.plugins import load_function
 from miles.core.ports import Metrics
@@ -18,9 +22,10 @@ class TrainActor:
     """Rank `rank` of the trainer. Collective methods are called on all ranks together."""
 
     def __init__(self, run_dir: str, rank: int) -> None:
-        self._log_path = enter(f"trainer-{rank}", run_dir)
-        self._rank = rank
+        self._log_path = enter(f"trainer-{rank}", run_dir, blocks=True)
+        self._run_dir, self._rank = run_dir, rank
         self._learned = False
+        self._transports: dict[TransportName, Any] = {}
 
     def start(
         self, config: RunConfig, worker_path: str, codec_path: str, init: Mapping[str, Any], load_folder: str | None
@@ -39,27 +44,60 @@ class TrainActor:
         return metrics
 
     def save(self, folder: str) -> None:
-        """Write the trainer's state into `folder`."""
+        """Write this rank's part of the trainer's state into `folder`."""
         self._worker.save(folder)
 
-    def export_hf(self, folder: str) -> None:
-        """Write the model in Hugging Face format into `folder`."""
-        self._worker.export_hf(folder)
+    def copy_state(self) -> None:
+        """Copy what `save` would write now into memory."""
+        self._worker.copy_state()
 
-    async def send_weights(self, engines: Sequence[EngineEndpoint], version: int) -> Any:
-        """Send all weights to the engines; collective, rank 0 sends and returns a `SentWeights`."""
-        from miles.backends.weight_sync import tensor
+    async def write_copy(self, folder: str) -> float:
+        """Write the copy into `folder` in a thread of its own, while this actor does other work; returns the seconds."""
+        return await asyncio.to_thread(self._worker.write_copy, folder)
 
-        if self._rank != 0:
-            for _ in self._worker.hf_weights():
-                pass
+    async def export_hf(self, saved: str, folder: str) -> None:
+        """Write the model that all ranks saved into `saved` in Hugging Face format into `folder`, in a thread of its own."""
+        await asyncio.to_thread(self._worker.export_hf, saved, folder)
+
+    async def send_weights(
+        self, engines: Sequence[EngineEndpoint], version: int, transport: TransportName | None = None
+    ) -> Any:
+        """Send all weights to the engines; collective, rank 0 sends and returns a `SentWeights`.
+
+        `transport` None is the run's own. An update that fails still takes part in every collective, so that the ranks
+        can go on together.
+        """
+        named_tensors = self._worker.hf_weights()
+        try:
+            if self._rank == 0:
+                return await self._send(named_tensors, engines, version, transport or self._config.weights.transport)
             return None
-        sent = await tensor.send(
-            self._worker.hf_weights(),
+        finally:
+            for _ in named_tensors:
+                pass
+
+    async def _send(
+        self,
+        named_tensors: Iterator[Any],
+        engines: Sequence[EngineEndpoint],
+        version: int,
+        name: TransportName,
+    ) -> SentWeights:
+        from miles.backends.weight_sync.transports import build_transport
+
+        weights, model_folder = self._config.weights, Path(self._config.model.hf_checkpoint)
+        if name not in self._transports:
+            self._transports[name] = build_transport(
+                name,
+                codec=self._codec,
+                bucket_bytes=weights.buffer_size,
+                disk_folder=Path(weights.disk_dir or f"{self._run_dir}/weights"),
+                model_folder=model_folder,
+            )
+        sent = await self._transports[name].send(
+            named_tensors,
             engines,
-            self._codec,
             version=version,
-            bucket_bytes=self._config.weights.buffer_size,
             expected_nbytes=self._worker.expected_weights(),
             learned=self._learned,
         )
@@ -79,10 +117,12 @@ class TrainActor:
                 parity.num_probes, self._worker.vocab_size, context_length(self._config.model.hf_checkpoint)
             ),
             temperature=self._config.rollout.temperature,
-            bounds=ParityBounds(parity.max_mean_diff, parity.max_p99_diff),
+            bounds=ParityBounds(*parity_bounds(self._config)),
             version=version,
         )
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Give up what transports hold, and leave the process group."""
+        for transport in self._transports.values():
+            transport.close()
         self._worker.close()

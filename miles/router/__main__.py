@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from miles.errors import EngineError
 from miles.router.router import RouterSettings, serve
+from miles.utils import heartbeat
 from miles.utils.process import TOKEN_VARIABLE, die_with_parent, report_ready, watch_stdin
 
 logger = logging.getLogger("miles.router")
@@ -67,6 +68,7 @@ def main() -> None:
         if exit_on_stdin_close:
             # Ctrl-C reaches every process of a terminal; this one is ended by its owner, after its requests.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+        heartbeat.start_as_child()
         logger.info("router %d listens on %s port %d", os.getpid(), settings.host, port)
         if ready_fd is not None:
             report_ready(ready_fd, {"port": port, "pid": os.getpid()})

@@ -1,7 +1,8 @@
 """A proxy that spreads requests over workers and passes bytes through untouched.
 
 client -> Router -> take a worker (or wait: held, full, none healthy) -> one upstream request -> bytes back
-not connected -> next worker          perhaps received -> 502, never repeated          client gone -> cancelled
+not connected, or a generation whose connection broke before its answer -> next worker      client gone -> cancelled
+anything else that was perhaps received -> 502, never repeated
 """
 
 from __future__ import annotations
@@ -22,7 +23,17 @@ from yarl import URL
 
 from miles.router.control import CONTROL_PATHS, control_app
 from miles.router.workers import NoWorkerError, Worker, WorkerPool
-from miles.utils.http_utils import KEEP_ALIVE_S, NOT_SENT_ERRORS, bind_socket, describe
+from miles.utils.http_utils import (
+    BREAK_ERRORS,
+    GENERATION_PATHS,
+    KEEP_ALIVE_S,
+    MOST_BREAKS,
+    NOT_SENT_ERRORS,
+    REQUEST_ID,
+    bind_socket,
+    describe,
+)
+from miles.utils.waits import OPEN
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +89,13 @@ class RouterSettings:
 
 class _ClientGone(Exception):
     """The client closed its connection."""
+
+
+class _TryAnother(Exception):
+    """A worker did not answer, and another one may be asked; `broken` when this one may have begun."""
+
+    def __init__(self, broken: bool) -> None:
+        self.broken = broken
 
 
 class Router:
@@ -144,11 +162,12 @@ class Router:
                 if response.status == 200:
                     self.pool.recovered(worker)
                 else:
-                    self.pool.failed(worker, f"GET /health answered {response.status}")
+                    self.pool.failed(worker, f"GET /health answered {response.status}", check=True)
         except TimeoutError:
-            self.pool.failed(worker, f"GET /health: no answer in {self._settings.health_check_timeout_s:g} s")
+            reason = f"GET /health: no answer in {self._settings.health_check_timeout_s:g} s"
+            self.pool.failed(worker, reason, check=True)
         except (aiohttp.ClientError, OSError) as error:
-            self.pool.failed(worker, f"GET /health: {describe(error)}")
+            self.pool.failed(worker, f"GET /health: {describe(error)}", check=True)
 
     # ---- forwarding
 
@@ -193,6 +212,7 @@ class Router:
         if not target.startswith("/"):
             return await _answer(send, 400, {"error": f"{target!r} is not a path that can be forwarded"})
 
+        breaks_left = MOST_BREAKS if scope["method"] == "POST" and scope["path"] in GENERATION_PATHS else 0
         tried: set[Worker] = set()
         pause_s, paused_s = _FIRST_RETRY_PAUSE_S, 0.0
         while True:
@@ -209,20 +229,35 @@ class Router:
                 continue
             if worker is None:
                 try:
-                    worker = await self.pool.wait(self._settings.worker_wait_s)
+                    what = "release of dispatch" if self.pool.held else "a place at a healthy engine"
+                    with OPEN.on("dispatch", what, request=headers.get(REQUEST_ID, "")):
+                        worker = await self.pool.wait(self._settings.worker_wait_s)
                 except NoWorkerError as error:
                     return await self._unavailable(send, error.message)
             try:
-                if await self._relay(worker, scope["method"], target, headers, body, send):
+                with OPEN.on(worker.id or worker.url, scope["path"], request=headers.get(REQUEST_ID, "")):
+                    await self._relay(worker, scope["method"], target, headers, body, send, breaks_left > 0)
                     return None
+            except _TryAnother as error:
+                breaks_left -= error.broken
             finally:
                 self.pool.give_back(worker)
             tried.add(worker)
 
     async def _relay(
-        self, worker: Worker, method: str, target: str, headers: CIMultiDict[str], body: bytes, send: Send
-    ) -> bool:
-        """Send the request to `worker` and its answer to the client; False when it could not be sent."""
+        self,
+        worker: Worker,
+        method: str,
+        target: str,
+        headers: CIMultiDict[str],
+        body: bytes,
+        send: Send,
+        repeatable: bool,
+    ) -> None:
+        """Send the request to `worker` and its answer to the client.
+
+        Raises _TryAnother when it was not sent, or is `repeatable` and its connection broke before the client got a byte.
+        """
         assert self._upstream is not None
         begun = False
         try:
@@ -261,18 +296,20 @@ class Router:
         except NOT_SENT_ERRORS as error:
             self.pool.failed(worker, describe(error))
             logger.warning("worker %s: %s; the request goes to another one", worker.name, describe(error))
-            return False
+            raise _TryAnother(broken=False) from error
         except (aiohttp.ClientError, OSError) as error:
             reason = describe(error)
             self.pool.failed(worker, reason)
             if begun:
                 # Without its end the answer reads as broken at the client: the server closes the connection.
                 logger.warning("worker %s broke off its answer to %s: %s", worker.name, target, reason)
-                return True
+                return
+            if repeatable and isinstance(error, BREAK_ERRORS):
+                logger.warning("worker %s broke off %s (%s); it goes to another one", worker.name, target, reason)
+                raise _TryAnother(broken=True) from error
             text = f"worker {worker.name} gave no answer to {method} {target}: {reason}; it may have been received, so it is not repeated: send it again if that is safe"
             logger.warning("%s", text)
             await _answer(send, 502, {"error": text, "worker": worker.url, "id": worker.id, "reason": reason})
-        return True
 
     async def _unavailable(self, send: Send, text: str) -> None:
         logger.warning("503: %s", text)

@@ -23,6 +23,8 @@ class Worker:
     in_flight: int = 0
     healthy: bool = True
     consecutive_failures: int = 0
+    failed_checks: int = 0
+    """Health checks that failed one after another, whatever requests said between them."""
     last_error: str = ""
     dispatched: int = 0
     last_turn: int = 0
@@ -68,7 +70,7 @@ class WorkerPool:
         known = self._workers.get(url)
         worker = known or self._leaving.pop(url, None) or Worker(url)
         worker.id = worker_id or worker.id
-        worker.healthy, worker.consecutive_failures, worker.last_error = True, 0, ""
+        worker.healthy, worker.consecutive_failures, worker.failed_checks, worker.last_error = True, 0, 0, ""
         self._workers[url] = worker
         logger.info("worker %s added; %d listed", worker.name, len(self._workers))
         self._serve_waiting()
@@ -187,15 +189,16 @@ class WorkerPool:
 
     def recovered(self, worker: Worker) -> None:
         """A health check was answered: the worker gets requests again at once."""
-        worker.consecutive_failures = 0
+        worker.consecutive_failures = worker.failed_checks = 0
         if not worker.healthy:
             worker.healthy, worker.last_error = True, ""
             logger.info("worker %s answers again and gets requests", worker.name)
             self._serve_waiting()
 
-    def failed(self, worker: Worker, reason: str) -> None:
+    def failed(self, worker: Worker, reason: str, *, check: bool = False) -> None:
         """A health check or connection failed; `failure_threshold` of them in a row put the worker in quarantine."""
         worker.consecutive_failures += 1
+        worker.failed_checks += check
         worker.last_error = reason
         if worker.healthy and worker.consecutive_failures >= self._failure_threshold:
             worker.healthy = False
@@ -231,6 +234,7 @@ class WorkerPool:
                 "held": self.held,
                 "leaving": leaving,
                 "consecutive_failures": worker.consecutive_failures,
+                "failed_checks": worker.failed_checks,
                 "last_error": worker.last_error,
             }
             for group, leaving in ((self._workers, False), (self._leaving, True))

@@ -18,6 +18,7 @@ EXAMPLES = [
     errors.DataError("rows.jsonl", "is empty"),
     errors.CheckpointError("incomplete"),
     errors.EngineError("died", engine="engine-0", log_path="engine.log", last_lines="one\ntwo"),
+    errors.ClusterError("trainer-0 has ended"),
     errors.WeightSyncError("stale"),
     errors.ParityError("apart"),
     errors.TrainingError("nan"),

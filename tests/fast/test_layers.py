@@ -39,6 +39,7 @@ def test_the_order_is_that_of_the_architecture():
     names = [[n.strip(" ()").removeprefix("miles.") for n in layer.split("|")] for layer in LAYERS]
     assert names == [
         ["cli"],
+        ["verify_resume"],
         ["launch"],
         ["ray"],
         [

@@ -38,6 +38,12 @@ class RolloutFnAdapter:
         output = await self._call(input)
         return self._eval_output(output) if input.evaluation else self._train_output(output)
 
+    def note_weight_version(self, version: int) -> None:
+        """Tell the rollout class which version the engines hold from here on, when it has `note_weight_version()`."""
+        note = getattr(self.inner, "note_weight_version", None)
+        if note is not None:
+            note(version)
+
     async def close(self) -> None:
         """Release what the user's object holds, when it has `close()`."""
         close = getattr(self.inner, "close", None)

@@ -8,8 +8,9 @@ from miles.core.samples import Group, Sample
 from miles.errors import HookError, MilesError
 from miles.rollout.base_types import GenerateFnInput, RolloutGroup
 from miles.rollout.groups import flatten
-from miles.rollout.inference_rollout.state import GenerateState, current_state
+from miles.rollout.inference_rollout.state import DEFAULT_GENERATE_FN, GenerateState, current_state
 from miles.utils.async_utils import gather_or_cancel
+from miles.utils.waits import OPEN
 
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
@@ -56,16 +57,23 @@ async def generate_sample(
     """Generate for one sample, without reward; one that is finished already is left as it is."""
     if sample.status in FINISHED:
         return sample
-    async with state.semaphore:
+    with OPEN.on("samples in flight", "a free place to generate", group=sample.group_index, sample=sample.index):
+        await state.semaphore.acquire()
+    try:
         if state.aborted:
             sample.status = Sample.Status.ABORTED
             return sample
         path, generate = state.generate_fn(sample)
         current_state.set(state)
-        output = await generate(
-            GenerateFnInput(state=state, sample=sample, sampling_params=sampling_params, evaluation=evaluation)
-        )
+        input = GenerateFnInput(state=state, sample=sample, sampling_params=sampling_params, evaluation=evaluation)
+        if path == DEFAULT_GENERATE_FN:  # names its requests itself
+            output = await generate(input)
+        else:
+            with OPEN.on(path, "generate", group=sample.group_index, sample=sample.index):
+                output = await generate(input)
         state.note_generation_end()
+    finally:
+        state.semaphore.release()
     _mark_siblings(path, sample, output.samples)
     return output.samples
 

@@ -39,6 +39,7 @@ class InferenceRolloutFn:
             dynamic_filter=_load(args.dynamic_sampling_filter_path),
             dynamic_filter_path=args.dynamic_sampling_filter_path or "",
             ledger=input.ledger,
+            in_order=args.deterministic_mode,
         )
         self._evaluator = Evaluator(args, self.state.tokenizer, self.state.max_context_len)
 
@@ -49,6 +50,10 @@ class InferenceRolloutFn:
         if isinstance(input, RolloutFnEvalInput):
             return await self._evaluator.evaluate(input.generate_state or self.state)
         return await self._train(input)
+
+    def note_weight_version(self, version: int) -> None:
+        """The engines hold `version` now: requests name it from here on."""
+        self.state.weight_version = str(version)
 
     async def close(self) -> None:
         """End the reward workers."""

@@ -43,6 +43,8 @@ class GenerateState:
         self.max_context_len: int | None = args.rollout_max_context_len or context_length(args.hf_checkpoint)
         """Tokens that prompt and response may have together; None where neither the run nor the model limits them."""
         self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * args.rollout_engines)
+        self.weight_version: str | None = None
+        """Version that the engines hold, as far as this process knows; None before the first publish."""
         self.aborted = False
         """True while the surplus of a batch is being cancelled: nothing new may start."""
         self.last_generation_end = 0.0

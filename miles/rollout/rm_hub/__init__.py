@@ -15,6 +15,7 @@ from miles.rollout.rm_hub.custom import CustomReward, checked_reward
 from miles.rollout.rm_hub.graders import ExactGrader, Grader, LabelError, MathGrader
 from miles.utils.async_utils import gather_or_cancel
 from miles.utils.hf import special_token_texts
+from miles.utils.waits import OPEN
 
 REWARDS: dict[str, Callable[[float, int], Grader]] = {
     "math": MathGrader,
@@ -49,7 +50,9 @@ class RewardHub:
         """
         name = _name(sample)
         if self._custom is not None:
-            reward = self._checked(await self._custom.call(self.args, sample, name), name)
+            with OPEN.on(self._custom.path, "reward", group=sample.group_index, sample=sample.index):
+                found = await self._custom.call(self.args, sample, name)
+            reward = self._checked(found, name)
         else:
             reward = await self._grade_built_in(sample, name)
         sample.reward = reward
@@ -63,7 +66,8 @@ class RewardHub:
         if self._custom is None or not self.args.group_rm:
             return await gather_or_cancel([self.grade(sample) for sample in group])
         name = f"group {group[0].group_index} (samples {group[0].index} to {group[-1].index})"
-        rewards = await self._custom.call(self.args, group, name)
+        with OPEN.on(self._custom.path, "rewards of a group", group=group[0].group_index):
+            rewards = await self._custom.call(self.args, group, name)
         if not hasattr(rewards, "__len__") or isinstance(rewards, str | bytes | dict):
             raise HookError(
                 self._custom.path, f"returned {type(rewards).__name__} on {name}", "return one reward per sample"
@@ -96,7 +100,8 @@ class RewardHub:
         rm_type = sample.metadata.get("rm_type") or self.args.rm_type
         grader = self._grader(rm_type, name)
         try:
-            return await grader.grade(self._without_end_tokens(sample.response), sample.label)
+            with OPEN.on(f"--rm-type {rm_type}", "reward", group=sample.group_index, sample=sample.index):
+                return await grader.grade(self._without_end_tokens(sample.response), sample.label)
         except LabelError as error:
             raise DataError(
                 f"--rm-type {rm_type}",

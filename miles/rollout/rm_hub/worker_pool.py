@@ -168,14 +168,14 @@ class _Worker:
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Raises HookError when the function cannot be imported there or the process does not start in time."""
+        deadline = time.monotonic() + timeout_s
         try:
-            self._write(self._greeting)
-            reply = self._read(time.monotonic() + timeout_s)
+            self._write(self._greeting, deadline)
+            reply = self._read(deadline)
         except TimeoutError:
             raise HookError(self.function, f"its worker process was not ready within {timeout_s:g} s") from None
         except EOFError:
-            code = self._process.wait()
-            raise HookError(self.function, f"its worker process ended at start with exit code {code}") from None
+            raise HookError(self.function, f"its worker process {self._end(deadline)}") from None
         if "failed" in reply:
             raise HookError(
                 self.function, f"cannot be imported in a worker process: {reply['failed']}", "install what is missing"
@@ -184,7 +184,7 @@ class _Worker:
     def ask(self, args: tuple[Any, ...], timeout_s: float) -> dict[str, Any]:
         """The reply to one job. Raises TimeoutError, or EOFError when the process died."""
         deadline = time.monotonic() + timeout_s
-        self._write({"args": args, "limit_s": timeout_s})
+        self._write({"args": args, "limit_s": timeout_s}, deadline)
         return self._read(deadline)
 
     def kill(self) -> None:
@@ -197,14 +197,30 @@ class _Worker:
                 if pipe is not None and not pipe.closed:
                     pipe.close()
 
-    def _write(self, message: dict[str, Any]) -> None:
+    def _end(self, deadline: float) -> str:
+        """How a process that closed its output at start ended, in words."""
+        try:
+            return f"ended at start with exit code {self._process.wait(max(deadline - time.monotonic(), 0))}"
+        except subprocess.TimeoutExpired:
+            return "closed its output at start and did not end"
+
+    def _write(self, message: dict[str, Any], deadline: float) -> None:
         stdin = self._process.stdin
         assert stdin is not None
         view = memoryview(json.dumps(message).encode() + b"\n")
         try:
+            descriptor = stdin.fileno()
+            os.set_blocking(descriptor, False)
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
             while view:
-                view = view[stdin.write(view) :]
-        except (BrokenPipeError, ValueError):
+                left = deadline - time.monotonic()
+                if left <= 0 or not poll.poll(left * 1000):
+                    raise TimeoutError
+                view = view[os.write(descriptor, view) :]
+        except (OSError, ValueError) as error:
+            if isinstance(error, TimeoutError):
+                raise
             raise EOFError from None
 
     def _read(self, deadline: float) -> dict[str, Any]:

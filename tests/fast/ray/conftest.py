@@ -49,16 +49,16 @@ class TrainProcess:
             start_new_session=True,
         )
 
-    def end(self, timeout_s: float = 240) -> Outcome:
+    def end(self, timeout_s: float = 240, gone_within_s: float = 5) -> Outcome:
         try:
             out, err = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        return Outcome(self.process.returncode, out, err, self._strays())
+        return Outcome(self.process.returncode, out, err, self._strays(gone_within_s))
 
-    def _strays(self) -> list[str]:
-        for _ in range(50):
+    def _strays(self, within_s: float) -> list[str]:
+        for _ in range(round(within_s / 0.1)):
             strays = [p for p in psutil.process_iter() if self._is_ours(p)]
             if not strays:
                 return []

@@ -1,7 +1,6 @@
 """Whole runs: real Ray, engine, router, trainer, weight updates, on a tiny model."""
 
 import json
-import os
 import re
 import signal
 import socket
@@ -92,7 +91,7 @@ def test_an_interrupted_run_ends_every_process(flags, tmp_path, how):
             break
     train.process.send_signal(signal.SIGUSR1)
     for line in train.process.stdout:
-        if "waiting for" in line:
+        if "wait graph" in line:
             break
     train.process.send_signal(getattr(signal, how))
     ended = train.end(timeout_s=60)
@@ -102,23 +101,6 @@ def test_an_interrupted_run_ends_every_process(flags, tmp_path, how):
     assert ended.left_behind == []
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert (events[-1]["event"], events[-1]["reason"]) == ("end", "interrupted")
-
-
-def test_an_engine_that_is_killed_ends_the_run_with_its_name_and_log(flags, tmp_path):
-    train = TrainProcess(*flags, "--num-rollout", "1000", "--custom-rm-path", here("slow_reward"))
-    for line in train.process.stdout:
-        if line.startswith("step"):
-            break
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    (engine,) = next(event["engines"] for event in events if event["event"] == "started")
-    os.kill(engine, signal.SIGKILL)
-    ended = train.end(timeout_s=90)
-    assert ended.status == 1, ended.err
-    assert "Traceback" not in ended.err
-    assert re.search(r"engine-0: the engine's process was killed by signal 9(.|\n)*engine-0\.log", ended.err), (
-        ended.err
-    )
-    assert ended.left_behind == []
 
 
 @pytest.mark.parametrize("fault", ["port", pytest.param("row", marks=pytest.mark.slow), "hook"])

@@ -145,6 +145,36 @@ def test_a_busy_worker_without_owner_is_ended_by_its_timer_after_the_limit():
     process.stdout.close()
 
 
+def test_a_job_that_a_stopped_worker_does_not_read_ends_at_its_limit(make_pool):
+    pool = make_pool("builtins.len", timeout_s=0.5)
+    pool.run_blocking("x")
+    (pid,) = pool.pids()
+    os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    assert pool.run_blocking("x" * 1_000_000).timed_out  # more than a pipe holds
+    assert 0.4 < time.monotonic() - start < 5
+    assert gone(pid)
+    pool.timeout_s = 10.0
+    assert pool.run_blocking("x" * 1_000_000).value == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import os, time; os.close(1); time.sleep(60)", "closed its output at start and did not end"),
+        ("raise SystemExit(7)", "ended at start with exit code 7"),
+        ("import time; time.sleep(60)", "was not ready within 1 s"),
+    ],
+)
+def test_a_worker_that_does_not_start_is_an_error_in_time(make_pool, tmp_path, monkeypatch, code, told):
+    (tmp_path / "worker.py").write_text(code)
+    monkeypatch.setattr("miles.rollout.rm_hub.worker_pool._WORKER_FILE", tmp_path / "worker.py")
+    start = time.monotonic()
+    with pytest.raises(HookError, match=f"its worker process {told}"):
+        make_pool("builtins.len", start_timeout_s=1.0).run_blocking("x")
+    assert time.monotonic() - start < 6
+
+
 def test_a_closed_pool_takes_no_more_jobs_and_closing_ends_a_running_one(make_pool):
     pool = make_pool("time.sleep", timeout_s=60)
     pool.run_blocking(0)

@@ -3,7 +3,10 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
 from router_servers import Seen, Worker, answer_when_open, until
+
+from miles.utils.http_utils import MOST_BREAKS
 
 
 def test_the_worker_with_the_fewest_requests_in_flight_is_next(router, make_worker) -> None:
@@ -86,6 +89,7 @@ def test_removing_an_unknown_worker_is_no_error(router) -> None:
     assert (gone.status, gone.json["removed"]) == (200, False)
 
 
+# Case F03.
 def test_a_request_that_was_not_sent_goes_to_another_worker(router, make_worker, closed_port) -> None:
     dead = f"http://127.0.0.1:{closed_port}"
     worker = make_worker("alive")
@@ -118,22 +122,61 @@ def test_workers_that_all_refuse_are_a_503_when_the_wait_is_over(patient_router,
     assert answer.json["workers"][0]["healthy"]
 
 
-def test_a_request_that_may_have_been_received_is_never_sent_twice(router, make_worker) -> None:
-    async def hang_up(worker: Worker, seen: Seen, writer: asyncio.StreamWriter) -> None:
-        writer.close()
+async def hang_up(worker: Worker, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    writer.close()
 
+
+async def break_off(worker: Worker, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n{")
+    writer.close()
+
+
+@pytest.mark.parametrize("target", ["/flush_cache", "/generate/../x", "/v1/embeddings"])
+def test_a_request_that_may_have_been_received_is_never_sent_twice(router, make_worker, target) -> None:
     workers = [make_worker("a", hang_up), make_worker("b", hang_up)]
     router.control("POST", "/add_worker", {"url": workers[0].url, "id": "engine-0"})
     router.add(workers[1].url)
-    answer = router.call("POST", "/generate", b"{}")
+    answer = router.call("POST", target, b"{}")
     assert answer.status == 502
     assert sum(len(worker.seen) for worker in workers) == 1
     assert answer.json["worker"] == workers[0].url
     assert answer.json["id"] == "engine-0"
-    assert f"worker {workers[0].url} (engine-0) gave no answer to POST /generate" in answer.json["error"]
+    assert f"worker {workers[0].url} (engine-0) gave no answer to POST {target}" in answer.json["error"]
     assert "not repeated" in answer.json["error"]
 
 
+@pytest.mark.parametrize("target", ["/generate", "/v1/chat/completions"])
+@pytest.mark.parametrize("how", [hang_up, break_off])
+def test_a_generation_whose_worker_dies_goes_to_another_one(patient_router, make_worker, target, how) -> None:
+    dies, lives = make_worker("dies", how), make_worker("lives")
+    patient_router.add(dies.url, lives.url)
+    answers = [patient_router.call("POST", target, b'{"rid": 1}') for _ in range(4)]
+    assert [answer.json["worker"] for answer in answers] == ["lives"] * 4
+    assert dies.seen
+    assert [seen.body for seen in lives.seen] == [b'{"rid": 1}'] * 4
+    assert patient_router.control("GET", "/list_workers").json["in_flight"] == 0
+
+
+def test_a_generation_waits_for_an_engine_that_is_started_again(patient_router, make_worker) -> None:
+    dies = make_worker("dies", hang_up)
+    patient_router.add(dies.url)
+    answer = patient_router.start()
+    until(lambda: dies.seen)
+    dies.stop()
+    patient_router.control("POST", f"/remove_worker?url={dies.url}")
+    patient_router.add(make_worker("new").url)
+    assert answer.result().json["worker"] == "new"
+
+
+def test_a_generation_that_breaks_every_worker_is_given_up(patient_router, make_worker) -> None:
+    workers = [make_worker("a", hang_up), make_worker("b", hang_up)]
+    patient_router.add(*(worker.url for worker in workers))
+    answer = patient_router.call("POST", "/generate", b"{}")
+    assert answer.status == 502
+    assert sum(len(worker.seen) for worker in workers) == 1 + MOST_BREAKS
+
+
+# Case F03.
 def test_an_error_of_a_worker_is_not_sent_again(router, make_worker) -> None:
     async def refuse(worker: Worker, seen: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 500 Oops\r\ncontent-length: 7\r\n\r\nno luck")
@@ -192,8 +235,10 @@ def test_a_sick_worker_is_left_out_and_comes_back_when_it_answers(router, make_w
     until(lambda: router.workers()[sick.url]["healthy"])
     assert {router.call("GET", "/x").json["worker"] for _ in range(4)} == {"sick", "well"}
     assert router.workers()[sick.url]["last_error"] == ""
+    assert router.workers()[sick.url]["failed_checks"] == 0
 
 
+# Case F03.
 def test_64_silent_workers_are_found_out_together(router, make_worker) -> None:
     silent = make_worker("silent", health=None, host="0.0.0.0")
     urls = [f"http://127.0.0.{i}:{silent.port}" for i in range(2, 66)]

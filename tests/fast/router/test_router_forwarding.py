@@ -29,6 +29,7 @@ def test_a_request_arrives_byte_for_byte_and_without_added_headers(router, make_
     assert seen.header("accept-encoding") == ["identity"]  # http.client's own
 
 
+# Case F04.
 def test_a_compressed_answer_passes_unchanged(router, make_worker) -> None:
     text = orjson.dumps({"tokens": list(range(150_000))}, option=orjson.OPT_INDENT_2)
     packed = gzip.compress(text)

@@ -44,6 +44,18 @@ def test_only_failures_in_a_row_count_and_an_answer_does_not_end_quarantine() ->
     assert worker.healthy
 
 
+def test_failed_health_checks_are_counted_apart_from_failed_requests() -> None:
+    pool = _pool("a")
+    (worker,) = pool.workers
+    pool.failed(worker, "reset")
+    pool.failed(worker, "no answer", check=True)
+    pool.answered(worker)
+    pool.failed(worker, "no answer", check=True)
+    assert pool.describe()[0]["failed_checks"] == 2
+    pool.recovered(worker)
+    assert pool.describe()[0]["failed_checks"] == 0
+
+
 def test_requests_beyond_the_limit_wait_in_order() -> None:
     async def story() -> None:
         pool = _pool("a", "b", max_connections=2)

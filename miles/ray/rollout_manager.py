@@ -33,6 +33,8 @@ from miles.utils import http_utils
 from miles.utils.disk import write_whole
 from miles.utils.step_path import step_path
 
+ROLE = "rollout-manager"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerSpec:
@@ -61,7 +63,7 @@ class RolloutManager:
     """One per run. `start` first, `close` last; calls do not overlap, but for those of `pool`."""
 
     def __init__(self, config: RunConfig, spec: ManagerSpec) -> None:
-        enter("rollout-manager", spec.run_dir)
+        enter(ROLE, spec.run_dir)
         self._config, self._spec = config, spec
         self._run_dir = Path(spec.run_dir)
         self._ledger = Ledger()
@@ -86,7 +88,7 @@ class RolloutManager:
         if serves:
             await self._pool.watch()
         num_prompts = len(self._source) if hasattr(self._source, "__len__") else None
-        pids = {"rollout-manager": os.getpid(), **self._pool.pids()}
+        pids = {ROLE: os.getpid(), **self._pool.pids()}
         return ManagerFacts(router=router, engines=engines, num_prompts=num_prompts, pids=pids)
 
     async def pool(self, method: str, *args: Any) -> Any:

@@ -260,7 +260,7 @@ def test_a_stopped_process_is_named_while_it_is_stopped_and_ends_with_the_run(fl
     run = tmp_path / "run"
     train = TrainProcess(*flags, "--num-rollout", "1000", "--custom-rm-path", here("digits"))
     read_until(train, "^step")
-    (engine,) = event_rows(run, "started")[0]["engines"]
+    engine = event_rows(run, "started")[0]["pids"]["engine-0"]
     manager = json.loads((run / "waits" / "rollout-manager.json").read_text())["pid"]
 
     def stop_and_ask(pid: int) -> str:

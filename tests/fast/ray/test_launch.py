@@ -2,7 +2,8 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from miles.errors import ConfigError, HookError, Issue, LedgerError
-from miles.launch import message_of, steps_left
+from miles.ray.failure_text import message_of
+from miles.ray.start_point import steps_left
 
 TRACE = "Traceback (most recent call last):\n  File ..."
 

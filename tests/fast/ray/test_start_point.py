@@ -2,7 +2,8 @@ import pytest
 
 from miles.config.schema import RunConfig
 from miles.errors import CheckpointError
-from miles.launch import Resumed, differences, epochs_in_words, resume_notes, resume_point, run_to_end, steps_of_epochs
+from miles.launch import run_to_end
+from miles.ray.start_point import Resumed, differences, epochs_in_words, resume_notes, resume_point, steps_of_epochs
 from miles.utils import checkpoint_folder, run_record
 from miles.utils.run_record import RunRecord
 

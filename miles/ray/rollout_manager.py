@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from miles.config.estimators import group_baseline
 from miles.config.schema import RolloutConfig, RunConfig
 from miles.core.hook_args import HookArgs
 from miles.core.ledger import Ledger, LiveState
@@ -27,6 +28,7 @@ from miles.rollout.data_source import RolloutDataSourceWithBuffer
 from miles.rollout.groups import flatten
 from miles.rollout.inference_rollout.compatibility import RolloutFnAdapter, load_rollout_fn
 from miles.rollout.metrics import dump_rows, eval_metrics, rollout_metrics
+from miles.rollout.overlong_penalty import OverlongPenalty
 from miles.rollout.saved_samples import SavedSamplesRolloutFn, save_groups
 from miles.rollout.train_data_conversion import to_train_batch
 from miles.utils import http_utils
@@ -132,8 +134,12 @@ class RolloutManager:
         data = to_train_batch(
             output.samples,
             reward_key=reward.reward_key,
-            normalize=algorithm.rewards_normalization,
-            normalize_std=algorithm.grpo_std_normalization,
+            baseline=group_baseline(
+                algorithm.advantage_estimator,
+                normalize=algorithm.rewards_normalization,
+                divide_std=algorithm.grpo_std_normalization,
+            ),
+            overlong=self._overlong_penalty(),
             require_rewards=algorithm.loss_type != "sft_loss",
             reward_post_process=(lambda samples: post_process(self._args, samples)) if post_process else None,
             reward_post_process_path=reward.custom_post_process_path or "",
@@ -149,6 +155,16 @@ class RolloutManager:
         self._write_rows("rollouts", step, output.samples)
         return RolloutBatch(
             step=step, data=[ray.put(data)], group_indices=group_indices, num_samples=len(data), metrics=metrics
+        )
+
+    def _overlong_penalty(self) -> OverlongPenalty | None:
+        reward = self._config.reward
+        if reward.overlong_buffer_len is None:
+            return None
+        return OverlongPenalty(
+            max_response_len=self._config.rollout.max_response_len,
+            buffer_len=reward.overlong_buffer_len,
+            factor=reward.overlong_penalty_factor,
         )
 
     def _lease(self, groups: Sequence[Any]) -> tuple[int, ...]:

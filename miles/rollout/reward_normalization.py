@@ -1,4 +1,4 @@
-"""Group-relative rewards of GRPO."""
+"""Rewards compared within the group of trajectories that answer one prompt."""
 
 # B samples, G trajectories of one prompt group
 
@@ -9,24 +9,30 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from miles.config.estimators import Baseline
+
 STD_EPS = 1e-6
 
 Floats = NDArray[np.float64]
 
 
-def normalize_group(rewards_G: Sequence[float] | Floats, *, divide_std: bool) -> Floats:
-    """Rewards of one group minus their mean, over (unbiased standard deviation + 1e-6) when `divide_std`.
+def normalize_group(rewards_G: Sequence[float] | Floats, baseline: Baseline) -> Floats:
+    """Rewards of one group against `baseline`, shape [G].
 
-    Computed in float64. Equal rewards give exactly 0, and so does a group of one. The outcome-supervised advantage of
-    GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2); without division, Dr. GRPO's (Liu et al. 2025,
-    arXiv:2503.20783).
+    `mean_std`: (r - mean) / (unbiased standard deviation + 1e-6), the outcome-supervised advantage of GRPO (Shao et al.
+    2024, arXiv:2402.03300, section 4.1.2). `mean`: r - mean, Dr. GRPO's (Liu et al. 2025, arXiv:2503.20783).
+    `leave_one_out`: r minus the mean of the others, which is (r - mean) G / (G - 1), RLOO's (Ahmadian et al. 2024,
+    arXiv:2402.14740). Computed in float64. Equal rewards give exactly 0, and so does a group of one, which has nothing
+    to be compared with.
     """
     rewards_G = np.asarray(rewards_G, dtype=np.float64)
     if len(rewards_G) < 2 or bool((rewards_G == rewards_G[0]).all()):
         return np.zeros_like(rewards_G)
     centred_G = rewards_G - rewards_G.mean()
-    if not divide_std:
+    if baseline == "mean":
         return centred_G
+    if baseline == "leave_one_out":
+        return centred_G * (len(rewards_G) / (len(rewards_G) - 1))
     return centred_G / (rewards_G.std(ddof=1) + STD_EPS)
 
 
@@ -36,7 +42,7 @@ def normalize_rewards(
     group_B: Sequence[int],
     trajectory_B: Sequence[int],
     counted_B: Sequence[bool] | None = None,
-    divide_std: bool,
+    baseline: Baseline,
 ) -> Floats:
     """`normalize_group` within each prompt group, shape [B].
 
@@ -59,7 +65,7 @@ def normalize_rewards(
                     f"{[float(rewards_B[b]) for b in rows]}; they must agree"
                 )
         kept = [rows for rows in members.values() if any(counted[b] for b in rows)]
-        values_G = normalize_group([float(rewards_B[rows[0]]) for rows in kept], divide_std=divide_std)
+        values_G = normalize_group([float(rewards_B[rows[0]]) for rows in kept], baseline)
         for rows, value in zip(kept, values_G, strict=True):
             normalized_B[rows] = value
     return normalized_B

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from miles.config.estimators import Baseline
 from miles.core.samples import Sample
 from miles.core.train_batch import Column, TrainBatch
 from miles.errors import HookError, TrainingError
 from miles.rollout.base_types import RolloutGroup
 from miles.rollout.groups import flatten, trajectories, trajectory_reward
+from miles.rollout.overlong_penalty import OverlongPenalty, overlong_penalties
 from miles.rollout.reward_normalization import Floats, normalize_rewards
 
 RewardPostProcess = Callable[[list[Sample]], Any]
@@ -24,8 +26,8 @@ def to_train_batch(
     groups: Sequence[RolloutGroup],
     *,
     reward_key: str | None = None,
-    normalize: bool = True,
-    normalize_std: bool = True,
+    baseline: Baseline | None = "mean_std",
+    overlong: OverlongPenalty | None = None,
     require_rewards: bool = True,
     reward_post_process: RewardPostProcess | None = None,
     reward_post_process_path: str = "--custom-reward-post-process-path",
@@ -33,14 +35,14 @@ def to_train_batch(
     """Columns of all samples of `groups`, in order.
 
     `tokens` (token, int64) · `loss_mask` (response, float32; zero for `remove_sample`) · `rollout_log_probs`
-    (response, float32; when every sample has them) · `reward` (sample, float32; normalised within its prompt group) ·
+    (response, float32; when every sample has them) · `reward` (sample, float32; compared within its prompt group) ·
     `raw_reward` (sample, float32) · `sample_index`, `group_index`, `trajectory` (sample, int64) · `truncated` (sample,
     float32) · `weight_version` (sample, int64; the oldest of its trainable tokens, -1 where there is none).
 
     Args:
         reward_key: entry of reward objects that is trained on.
-        normalize: subtract the group's mean reward.
-        normalize_std: and divide by its standard deviation.
+        baseline: what rewards are compared with in their group; None trains on the reward itself.
+        overlong: taken off the rewards of long responses before they are compared; `raw_reward` stays as it is.
         require_rewards: refuse samples without a reward; otherwise the reward columns are left out when no sample
             has one, as in supervised training.
         reward_post_process: takes the samples and returns `(raw, normalised)`, in place of the group normalisation.
@@ -69,14 +71,14 @@ def to_train_batch(
     if require_rewards or any(s.reward is not None for s in samples):
         if reward_post_process is None:
             raw_B = _rewards(groups, reward_key)
-            reward_B = raw_B
-            if normalize:
+            reward_B = raw_B if overlong is None else raw_B - overlong_penalties(groups, overlong)
+            if baseline is not None:
                 reward_B = normalize_rewards(
-                    raw_B,
+                    reward_B,
                     group_B=group_B,
                     trajectory_B=trajectory_B,
                     counted_B=[s.effective_response_length > 0 for s in samples],
-                    divide_std=normalize_std,
+                    baseline=baseline,
                 )
         else:
             raw_B, reward_B = _post_process(reward_post_process, reward_post_process_path, samples)

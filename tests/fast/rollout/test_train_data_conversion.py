@@ -50,20 +50,20 @@ def test_every_column_has_its_axis_dtype_and_values():
 def test_a_removed_sample_has_no_weight_but_still_counts_in_its_group():
     groups = two_groups()
     groups[0][0].remove_sample = True
-    batch = to_train_batch(groups, normalize_std=False)
+    batch = to_train_batch(groups, baseline="mean")
     assert batch["loss_mask"].row(0).tolist() == [0.0, 0.0]
     assert batch["reward"].values.tolist()[:2] == [0.5, -0.5]
 
 
 def test_a_fully_masked_response_does_not_count_in_its_group():
     groups = [[make_sample(0, 0, 1.0), make_sample(1, 0, 0.0), make_sample(2, 0, 5.0, loss_mask=[0, 0])]]
-    assert to_train_batch(groups, normalize_std=False)["reward"].values.tolist() == [0.5, -0.5, 0.0]
+    assert to_train_batch(groups, baseline="mean")["reward"].values.tolist() == [0.5, -0.5, 0.0]
 
 
 def test_rewards_of_any_number_type_become_floats():
     rewards = [1, True, np.float32(0.5), {"score": 1.0}]
     group = [make_sample(i, 0, r) for i, r in enumerate(rewards)]
-    batch = to_train_batch([group], reward_key="score", normalize=False)
+    batch = to_train_batch([group], reward_key="score", baseline=None)
     assert batch["reward"].values.tolist() == [1.0, 1.0, 0.5, 1.0]
 
 
@@ -121,7 +121,7 @@ def test_lengths_that_disagree_name_the_sample():
 def test_fragments_of_one_trajectory_keep_their_trajectory_and_share_the_reward():
     first = make_sample(0, 0, 1.0, rollout_id=0)
     second = copy.deepcopy(first)
-    batch = to_train_batch([[[first, second], make_sample(1, 0, 0.0)]], normalize_std=False)
+    batch = to_train_batch([[[first, second], make_sample(1, 0, 0.0)]], baseline="mean")
     assert batch["trajectory"].values.tolist() == [0, 0, 1]
     assert batch["reward"].values.tolist() == [0.5, 0.5, -0.5]
 
@@ -135,7 +135,7 @@ def test_trajectory_names_need_to_differ_within_their_group_only():
 
 def test_a_nested_list_is_one_trajectory_also_when_its_samples_have_numbers_of_their_own():
     group = [[make_sample(0, 0, 1.0), make_sample(1, 0, 1.0)], make_sample(2, 0, 0.0)]
-    batch = to_train_batch([group], normalize_std=False)
+    batch = to_train_batch([group], baseline="mean")
     assert batch["trajectory"].values.tolist() == [0, 0, 1]
     assert batch["reward"].values.tolist() == [0.5, 0.5, -0.5]
 
@@ -185,7 +185,7 @@ def test_a_post_process_hook_that_returns_nonsense_is_named(returned, message):
 def test_raw_reward_of_the_metadata_is_reported_but_not_trained_on():
     groups = two_groups()
     groups[0][0].metadata["raw_reward"] = 0.3
-    batch = to_train_batch(groups, normalize=False)
+    batch = to_train_batch(groups, baseline=None)
     assert batch["raw_reward"].values.tolist()[0] == pytest.approx(0.3)
     assert batch["reward"].values.tolist()[0] == 1.0
 

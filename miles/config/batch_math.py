@@ -10,7 +10,10 @@ from miles.errors import ConfigError, Issue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The batch arithmetic of a run: `samples_per_rollout == global_batch_size * num_steps_per_rollout`."""
+    """The batch arithmetic of a run: `samples_per_rollout == global_batch_size * num_steps_per_rollout`.
+
+    With a partial last step, or steps of about equal size, `global_batch_size` is that of the largest step.
+    """
 
     rollout_batch_size: int
     n_samples_per_prompt: int
@@ -23,8 +26,14 @@ class BatchPlan:
         return (
             f"{_count(self.rollout_batch_size, 'prompt')} x {_count(self.n_samples_per_prompt, 'sample')}"
             f" = {_count(self.samples_per_rollout, 'sample')} a rollout"
-            f" = {_count(self.num_steps_per_rollout, 'optimizer step')} x {_count(self.global_batch_size, 'sample')}"
+            f" = {_count(self.num_steps_per_rollout, 'optimizer step')} x {'' if self.is_even else 'up to '}"
+            f"{_count(self.global_batch_size, 'sample')}"
         )
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every step has as many samples."""
+        return self.global_batch_size * self.num_steps_per_rollout == self.samples_per_rollout
 
 
 def batch_plan(cfg: RunConfig) -> BatchPlan:
@@ -37,6 +46,8 @@ def batch_plan(cfg: RunConfig) -> BatchPlan:
         n_samples_per_prompt=cfg.rollout.n_samples_per_prompt,
         global_batch_size=cfg.train.global_batch_size,
         num_steps_per_rollout=cfg.train.num_steps_per_rollout,
+        allow_partial=cfg.train.allow_partial_train_step,
+        dynamic=cfg.train.use_dynamic_global_batch_size,
     )
     if isinstance(plan, Issue):
         raise ConfigError([plan])
@@ -49,11 +60,21 @@ def derive_batch_plan(
     n_samples_per_prompt: int,
     global_batch_size: int | None,
     num_steps_per_rollout: int | None,
+    allow_partial: bool = False,
+    dynamic: bool = False,
 ) -> BatchPlan | Issue:
-    """As `batch_plan`, from values; gives the issue when they do not fit. One step per rollout when neither is given."""
+    """As `batch_plan`, from values; gives the issue when they do not fit. One step per rollout when neither is given.
+
+    With `allow_partial` the last step may be smaller; with `dynamic` steps may differ by a sample.
+    """
     total = rollout_batch_size * n_samples_per_prompt
     product = f"{rollout_batch_size} prompts x {n_samples_per_prompt} samples = {total} samples a rollout"
     size, steps = global_batch_size, num_steps_per_rollout
+    if size is not None and allow_partial and steps in (None, -(-total // size)):
+        return _plan(rollout_batch_size, n_samples_per_prompt, size=min(size, total), steps=-(-total // size))
+    if size is None and dynamic:
+        steps = min(steps or 1, total)
+        return _plan(rollout_batch_size, n_samples_per_prompt, size=-(-total // steps), steps=steps)
     if size is not None and steps is not None and size * steps != total:
         return Issue(
             "train.global_batch_size",
@@ -74,11 +95,15 @@ def derive_batch_plan(
             f"--num-steps-per-rollout {_nearest_divisor(total, steps)}, or another divisor of {total}",
         )
     steps = steps or (total // size if size else 1)
+    return _plan(rollout_batch_size, n_samples_per_prompt, size=total // steps, steps=steps)
+
+
+def _plan(prompts: int, n: int, *, size: int, steps: int) -> BatchPlan:
     return BatchPlan(
-        rollout_batch_size=rollout_batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        samples_per_rollout=total,
-        global_batch_size=total // steps,
+        rollout_batch_size=prompts,
+        n_samples_per_prompt=n,
+        samples_per_rollout=prompts * n,
+        global_batch_size=size,
         num_steps_per_rollout=steps,
     )
 

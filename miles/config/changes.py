@@ -17,6 +17,8 @@ WITHOUT_EFFECT = {
     "reward.timeout_s",
     "reward.num_workers",
     "train.max_tokens_per_gpu",
+    "train.balance_data",
+    "train.balance_by_flops",
     "train.max_skipped_steps",
 }
 """Settings of those sections that change time, memory or patience, and not what is learned."""

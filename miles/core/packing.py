@@ -1,4 +1,4 @@
-"""Packing, context-parallel slicing and the split over ranks, by a column's axis alone: nothing here knows a name."""
+"""Packing and context-parallel slicing by a column's axis alone: nothing here knows a name."""
 
 # S samples of a pack, N tokens of a pack, T tokens of a sample (prompt + response), R its response tokens
 
@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from miles.core.train_batch import Array, Axis, Column, TrainBatch
-from miles.errors import TrainingError
 
 Indices = NDArray[np.int64]
+CpLayout = Literal["zigzag", "contiguous"]
+"""Which tokens of a sequence a context-parallel rank has. `zigzag`: chunks i and 2 x size - 1 - i of 2 x size, so that every rank
+does the same work under a causal mask (ring attention). `contiguous`: chunk i of size, for attention that gathers all keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,8 +45,7 @@ class PackedBatch:
     """Samples end to end, or one context-parallel rank's slice of that.
 
     Sequence s occupies `cu_seqlens[s]:cu_seqlens[s + 1]` of the token axis. With `cp_size` > 1 each sequence was padded
-    to a multiple of 2 * cp_size, cut in as many chunks, and this rank has the chunks `cp_rank` and
-    2 * cp_size - 1 - `cp_rank`, so that every rank does the same work under a causal mask.
+    to equal chunks, of which this rank has those that `cp_layout` says.
     """
 
     indices: tuple[int, ...]
@@ -59,6 +60,7 @@ class PackedBatch:
     extra: Mapping[str, PackedColumn]
     cp_size: int = 1
     cp_rank: int = 0
+    cp_layout: CpLayout = "zigzag"
 
     @property
     def num_tokens(self) -> int:
@@ -68,7 +70,7 @@ class PackedBatch:
     @property
     def position_ids(self) -> Indices:
         """Position of each token within its own sequence, shape [N]; padding goes on counting."""
-        parts = [_positions(int(t), self.cp_size, self.cp_rank) for t in self.total_lengths]
+        parts = [cp_positions(int(t), self.cp_size, self.cp_rank, self.cp_layout) for t in self.total_lengths]
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
     @property
@@ -119,7 +121,9 @@ def pack(batch: TrainBatch, indices: Sequence[int]) -> PackedBatch:
 def unpack(packed: PackedBatch) -> TrainBatch:
     """Inverse of `pack`: the samples in the pack's order. Raises ValueError for one rank's slice."""
     if packed.cp_size != 1:
-        raise ValueError(f"this is the slice of context-parallel rank {packed.cp_rank}; join the slices with unzigzag")
+        raise ValueError(
+            f"this is the slice of context-parallel rank {packed.cp_rank}; join the slices with join_slices"
+        )
     lengths = {
         "token": packed.total_lengths,
         "response": packed.response_lengths,
@@ -146,7 +150,7 @@ def unpack(packed: PackedBatch) -> TrainBatch:
     )
 
 
-def zigzag(packed: PackedBatch, cp_size: int, cp_rank: int) -> PackedBatch:
+def cp_slice(packed: PackedBatch, cp_size: int, cp_rank: int, layout: CpLayout = "zigzag") -> PackedBatch:
     """The slice of context-parallel rank `cp_rank` of `cp_size`; with one rank, the pack itself.
 
     Columns of the axes sample and opaque go to every rank whole.
@@ -155,7 +159,7 @@ def zigzag(packed: PackedBatch, cp_size: int, cp_rank: int) -> PackedBatch:
         raise ValueError(f"cannot take slice {cp_rank} of {cp_size} from slice {packed.cp_rank} of {packed.cp_size}")
     if cp_size == 1:
         return packed
-    positions = [_positions(int(t), cp_size, cp_rank) for t in packed.total_lengths]
+    positions = [cp_positions(int(t), cp_size, cp_rank, layout) for t in packed.total_lengths]
     spans = list(zip(packed.cu_seqlens[:-1], packed.total_lengths, positions, strict=True))
 
     def cut(column: PackedColumn) -> PackedColumn:
@@ -170,15 +174,17 @@ def zigzag(packed: PackedBatch, cp_size: int, cp_rank: int) -> PackedBatch:
         return replace(column, values=np.concatenate([empty, *parts]))
 
     cu_seqlens = np.concatenate([[0], np.cumsum([len(p) for p in positions])]).astype(np.int64)
-    return replace(packed.map(cut), cu_seqlens=cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)
+    return replace(packed.map(cut), cu_seqlens=cu_seqlens, cp_size=cp_size, cp_rank=cp_rank, cp_layout=layout)
 
 
-def unzigzag(slices: Sequence[PackedBatch]) -> PackedBatch:
-    """Inverse of `zigzag`: the whole pack from the slices of all ranks, in rank order; padding is removed."""
+def join_slices(slices: Sequence[PackedBatch]) -> PackedBatch:
+    """Inverse of `cp_slice`: the whole pack from the slices of all ranks, in rank order; padding is removed."""
     cp_size = slices[0].cp_size
-    if [(s.cp_size, s.cp_rank) for s in slices] != [(cp_size, rank) for rank in range(cp_size)]:
-        found = ", ".join(f"{s.cp_rank} of {s.cp_size}" for s in slices)
-        raise ValueError(f"unzigzag wants every slice once and in order; it got {found}")
+    cp_layout = slices[0].cp_layout
+    expected = [(cp_size, rank, cp_layout) for rank in range(cp_size)]
+    if [(s.cp_size, s.cp_rank, s.cp_layout) for s in slices] != expected:
+        found = ", ".join(f"{s.cp_rank} of {s.cp_size} ({s.cp_layout})" for s in slices)
+        raise ValueError(f"join_slices wants every slice of one layout once and in order; it got {found}")
     first = slices[0]
     if cp_size == 1:
         return first
@@ -211,33 +217,6 @@ def unzigzag(slices: Sequence[PackedBatch]) -> PackedBatch:
     )
 
 
-def shard(batch: TrainBatch, dp_size: int) -> list[list[int]]:
-    """Split the samples over `dp_size` ranks: rising sample numbers per rank, each sample on exactly one.
-
-    Samples of one trajectory stay together. Trajectories go one by one, longest first, to the rank with the fewest
-    tokens, which bounds the imbalance by the longest trajectory. Group statistics are not the split's business: they
-    are taken over the whole batch before it. Raises TrainingError when there are fewer trajectories than ranks, since
-    a rank without work would leave the others waiting.
-    """
-    members: dict[int, list[int]] = {}
-    for b, trajectory in enumerate(np.asarray(batch["trajectory"].values).tolist()):
-        members.setdefault(int(trajectory), []).append(b)
-    if len(members) < dp_size:
-        raise TrainingError(
-            f"a batch of {len(members)} trajectories cannot be split over {dp_size} trainer ranks\n"
-            f"    fix: set --train-ranks {max(len(members), 1)} or less, or collect larger batches"
-        )
-    tokens = batch.total_lengths
-    load = {t: int(tokens[group].sum()) for t, group in members.items()}
-    ranks: list[list[int]] = [[] for _ in range(dp_size)]
-    loads = [(0, 0, rank) for rank in range(dp_size)]
-    for t in sorted(members, key=lambda t: (-load[t], members[t][0])):
-        used, count, rank = min(loads)
-        ranks[rank].extend(members[t])
-        loads[rank] = (used + load[t], count + 1, rank)
-    return [sorted(r) for r in ranks]
-
-
 def _slots(axis: Axis, cu_seqlens: Indices, response_lengths: Indices) -> Indices:
     """Positions on the token axis of all values of `axis`, sequence after sequence."""
     starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
@@ -249,10 +228,13 @@ def _slots(axis: Axis, cu_seqlens: Indices, response_lengths: Indices) -> Indice
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
-def _positions(total: int, cp_size: int, cp_rank: int) -> Indices:
+def cp_positions(total: int, cp_size: int, cp_rank: int, layout: CpLayout) -> Indices:
     """Positions of a sequence of `total` tokens that a context-parallel rank has; those >= `total` are padding."""
     if cp_size == 1:
         return np.arange(total, dtype=np.int64)
+    if layout == "contiguous":
+        chunk = -(-total // cp_size)
+        return np.arange(cp_rank * chunk, (cp_rank + 1) * chunk, dtype=np.int64)
     chunk = -(-total // (2 * cp_size))
     low, high = cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk
     return np.concatenate([np.arange(low, low + chunk), np.arange(high, high + chunk)]).astype(np.int64)

@@ -1,12 +1,13 @@
 """A Hugging Face causal language model as a policy: token ids in, log-probs and entropies out, sharded by FSDP2."""
 
-# B sequences, T tokens, N predicted tokens, D hidden size
+# T tokens of a pack, N predicted tokens, D hidden size, V vocabulary
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,9 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from miles.backends.fsdp_utils.hf_folder import require_equal_heads, require_model_folder, stored_tensors
+from miles.backends.fsdp_utils.packed_attention import use_packed_attention
 from miles.backends.fsdp_utils.tensor_file import StoredTensor
-from miles.backends.training_utils.log_probs import token_log_probs
-from miles.errors import CheckpointError
+from miles.backends.training_utils.log_probs import Entropy, TargetLogProb, linear_log_softmax
+from miles.backends.training_utils.packing import FlatBatch, MicroBatch
+from miles.backends.training_utils.schedule import SequenceFlops
+from miles.errors import CheckpointError, TrainingError
 
 PREFIX = "hf."
 
@@ -29,17 +33,36 @@ class PolicyModel(nn.Module):
         self.hf = hf
 
     def forward(
-        self, input_ids_BT: Tensor, positions_N: Tensor, targets_N: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of `targets_N`, in nats, each from the hidden state at its place in [B x T].
+        self, part: MicroBatch, temperature: float, *, entropy: bool = False, logits: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Log-probs of the predicted tokens, in nats; then entropies, and whole fp32 logits over the temperature, if asked for.
 
-        Rows are padded on the right: attention is causal, so no mask is needed.
+        Shapes [N], [N] and [N, V]; all carry gradients. Whole logits are what the chunks of `log_probs` avoid: they are for
+        losses that cannot do without.
         """
         decoder = self.hf.base_model
-        hidden_BTD = decoder(input_ids=input_ids_BT, use_cache=False).last_hidden_state
-        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, positions_N)
+        hidden_TD = decoder(
+            input_ids=part.input_ids_T.unsqueeze(0),
+            position_ids=part.position_ids_T.unsqueeze(0),
+            sequence_layout=part.layout,
+            use_cache=False,
+        ).last_hidden_state[0]
+        hidden_ND = hidden_TD.index_select(0, part.positions_N)
         weight_VD = cast(nn.Linear, self.hf.get_output_embeddings()).weight
-        return token_log_probs(hidden_ND, weight_VD, targets_N, temperature)
+        heads = (TargetLogProb(part.targets_N), *((Entropy(),) if entropy else ()))
+        found = linear_log_softmax(hidden_ND, weight_VD, heads, temperature)
+        return (*found, (hidden_ND @ weight_VD.T).float() / temperature) if logits else found
+
+    @property
+    def flops(self) -> SequenceFlops:
+        """What a sequence costs: every matrix but the input embedding, and attention of all layers."""
+        config = self.hf.config.get_text_config()
+        embedding = cast(nn.Embedding, self.hf.get_input_embeddings()).weight.shape.numel()
+        matrices = sum(p.shape.numel() for p in self.parameters() if p.ndim > 1)
+        head = embedding if config.tie_word_embeddings else 0
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = config.num_attention_heads * size
+        return SequenceFlops(2.0 * (matrices - embedding + head), 2.0 * config.num_hidden_layers * width)
 
     @property
     def vocab_size(self) -> int:
@@ -61,8 +84,9 @@ def load_policy(
 ) -> tuple[PolicyModel, dict[str, StoredTensor]]:
     """Load a model folder in fp32, without remote code, and the list of tensors that the folder holds.
 
-    Dropout is off in the result. Raises CheckpointError when the folder is missing or incomplete, when model and folder
-    differ in any tensor's name or shape, and when log-probs are not a plain softmax over the head's projection.
+    Dropout is off in the result, and attention is that of packed sequences. Raises CheckpointError when the folder is
+    missing or incomplete, when model and folder differ in any tensor's name or shape, and when log-probs of packed
+    sequences are not a plain softmax over the head's projection of each sequence alone.
     """
     path = require_model_folder(folder)
     tied = ties_embeddings(path)
@@ -86,7 +110,7 @@ def load_policy(
     model = PolicyModel(hf)
     _require_same_tensors(path, expected, {name: tuple(p.shape) for name, p in hf_tensors(model).items()})
     disable_dropout(model)
-    _require_plain_head(path, model)
+    _pack_attention(path, model)
     model.train()
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -153,16 +177,29 @@ def _require_same_tensors(path: Path, stored: dict[str, StoredTensor], model: di
         )
 
 
-def _require_plain_head(path: Path, model: PolicyModel) -> None:
-    """Compare with the model's own logits, so that soft-capping, scaling or a bias cannot be left out in silence."""
-    tokens_1T = torch.arange(6).unsqueeze(0) % model.vocab_size
+def _pack_attention(path: Path, model: PolicyModel) -> None:
+    """Switch to packed attention, and compare a pack with the model's own logits of each of its sequences.
+
+    So neither layers that look across borders nor soft-capping, scaling or a bias at the output are left out in silence.
+    """
+    tokens = torch.arange(23) * 7 % model.vocab_size
+    sequences = [tokens[:14], tokens[14:20], tokens[20:]]
+    expected: list[Tensor] = []
     with torch.no_grad():
-        logits_TV = model.hf(input_ids=tokens_1T, use_cache=False).logits[0].float()
-        expected = torch.log_softmax(logits_TV, dim=-1)[:-1].gather(1, tokens_1T[0, 1:, None]).squeeze(1)
-        logprobs, _ = model(tokens_1T, torch.arange(5), tokens_1T[0, 1:], 1.0)
-    worst = float((logprobs - expected).abs().max())
+        for sequence_T in sequences:
+            logits_TV = model.hf(input_ids=sequence_T.unsqueeze(0), use_cache=False).logits[0].float()
+            log_p_TV = torch.log_softmax(logits_TV, dim=-1)
+            expected.append(log_p_TV[:-1].gather(1, sequence_T[1:, None]).squeeze(1))
+        use_packed_attention(model.hf)
+        packed = FlatBatch.from_sequences([s.tolist() for s in sequences])
+        try:
+            (logprobs_N,) = model(packed.micro_batch(np.arange(len(sequences))), 1.0)
+        except (TrainingError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
+    worst = float((logprobs_N - torch.cat(expected)).abs().max())
     if not worst <= 1e-3:
         raise CheckpointError(
-            f"{path}: the log-probs of {type(model.hf).__name__} are not a softmax over its output projection "
-            f"(they differ by {worst:.2g})\n    fix: use a model without soft-capping, scaling or bias at the output"
+            f"{path}: the log-probs of {type(model.hf).__name__} on packed sequences are not a softmax over its output "
+            f"projection of each sequence alone (they differ by {worst:.2g})\n    fix: use a model without soft-capping, "
+            "scaling or bias at the output, and whose layers mix tokens by attention only"
         )

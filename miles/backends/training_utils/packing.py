@@ -1,6 +1,6 @@
-"""A batch as flat arrays, and its micro-batches as right-padded tensors."""
+"""A batch as flat arrays, and its micro-batches as sequences end to end, without padding."""
 
-# B samples, T padded tokens of a row, N predicted tokens of a micro-batch, R response tokens of all samples end to end
+# B samples, S sequences and T tokens of a micro-batch, N predicted tokens of it, R response tokens of all samples end to end
 
 from __future__ import annotations
 
@@ -16,19 +16,97 @@ from miles.backends.training_utils.schedule import Samples
 from miles.core.train_batch import TrainBatch
 from miles.errors import TrainingError
 
+SIMILAR, SHORT = 0.8, 64
+"""Sequences attend side by side when the shortest has this share of the longest's tokens, or the longest is this short."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceGroup:
+    """Neighbours in a pack that attend together as `rows` rows of `width` places, padded on the right."""
+
+    start: int
+    stop: int
+    """Their tokens are `start:stop` of the pack."""
+    rows: int
+    width: int
+    gather: Tensor | None
+    """Token of `start:stop` for each place, [rows x width]; at padding any. None when no row is padded."""
+    scatter: Tensor | None
+    """Place of each token, [stop - start]; None when no row is padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLayout:
+    """Where sequences are in a pack, so that attention looks neither across their borders nor ahead."""
+
+    cu_seqlens: Tensor
+    """Borders of the sequences, int32 [S + 1]."""
+    max_length: int
+    groups: tuple[SequenceGroup, ...]
+    """Every sequence in one group, in order: for kernels that know no borders."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> SequenceLayout:
+        """Of sequences of these lengths, end to end. The longest should come first: neighbours of like length share a group."""
+        borders = np.concatenate([[0], np.cumsum(lengths)])
+        groups: list[SequenceGroup] = []
+        first = 0
+        while first < len(lengths):
+            last, longest, shortest = first, lengths[first], lengths[first]
+            for length in lengths[first + 1 :]:
+                low, high = min(shortest, length), max(longest, length)
+                if low < SIMILAR * high and high > SHORT:
+                    break
+                last, shortest, longest = last + 1, low, high
+            groups.append(_group(int(borders[first]), np.asarray(lengths[first : last + 1])))
+            first = last + 1
+        return cls(torch.from_numpy(borders.astype(np.int32)), max(lengths, default=0), tuple(groups))
+
+    def to(self, device: torch.device) -> SequenceLayout:
+        """The layout on `device`; there the groups stay behind, since attention on a GPU takes the borders."""
+        return self if device.type == "cpu" else SequenceLayout(self.cu_seqlens.to(device), self.max_length, ())
+
+
+def _group(start: int, lengths: NDArray[np.int64]) -> SequenceGroup:
+    rows, width, count = len(lengths), int(lengths.max()), int(lengths.sum())
+    if rows * width == count:
+        return SequenceGroup(start, start + count, rows, width, None, None)
+    real = np.arange(width) < lengths[:, None]
+    tokens = np.zeros((rows, width), dtype=np.int64)
+    tokens[real] = np.arange(count)
+    return SequenceGroup(
+        start,
+        start + count,
+        rows,
+        width,
+        torch.from_numpy(tokens.reshape(-1)),
+        torch.from_numpy(np.flatnonzero(real)),
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows padded on the right, which causal attention never looks at, and the tokens to predict from them."""
+    """Sequences end to end, the longest first, and the tokens to predict from them."""
 
-    input_ids_BT: Tensor
+    input_ids_T: Tensor
     """Without each sample's last token, which predicts nothing."""
+    position_ids_T: Tensor
+    """Place of each token within its own sequence, from 0."""
+    layout: SequenceLayout
     positions_N: Tensor
-    """Where the logits of each predicted token are: the place before it, counted through [B x T]."""
+    """Where the logits of each predicted token are on the token axis [T]: the place before it."""
     targets_N: Tensor
     """Ids of the predicted tokens."""
     entries_N: Tensor
-    """Where each predicted token is on the batch's response axis [R]."""
+    """Where each predicted token is on the batch's response axis [R]; a sample's tokens are neighbours, in order."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """What a model on `device` reads, there; `entries_N` stays where the batch is."""
+        if device.type == "cpu":
+            return self
+        ids, positions = self.input_ids_T.to(device), self.position_ids_T.to(device)
+        places, targets = self.positions_N.to(device), self.targets_N.to(device)
+        return MicroBatch(ids, positions, self.layout.to(device), places, targets, self.entries_N)
 
 
 class FlatBatch:
@@ -92,25 +170,30 @@ class FlatBatch:
         return self._num_trainable_B > 0
 
     def micro_batch(self, samples: Samples) -> MicroBatch:
-        """The micro-batch of these samples, each with a trainable token; of none, a row of one token from which nothing is predicted."""
+        """The micro-batch of these samples, each with a trainable token; of none, one token from which nothing is predicted.
+
+        The latter lets a rank without work take part in what ranks do together: it adds 0 to everything.
+        """
         if not len(samples):
             nothing = torch.zeros(0, dtype=torch.int64)
-            return MicroBatch(torch.zeros(1, 1, dtype=torch.int64), nothing, nothing, nothing)
-        lengths = self.total_lengths_B[samples] - 1
-        width = int(lengths.max())
-        columns = np.arange(width)
-        filled = columns < lengths[:, None]
-        input_ids = np.zeros((len(samples), width), dtype=np.int64)
-        input_ids[filled] = self._tokens[(self._token_start_B[samples][:, None] + columns)[filled]]
-        counts = self._num_trainable_B[samples]
-        skip = np.repeat(self._trainable_start_B[samples] - (np.cumsum(counts) - counts), counts)
+            one = torch.zeros(1, dtype=torch.int64)
+            return MicroBatch(one, one, SequenceLayout.of([1]), nothing, nothing, nothing)
+        samples = samples[np.argsort(-self.total_lengths_B[samples], kind="stable")]
+        lengths_S = self.total_lengths_B[samples] - 1
+        start_S = np.cumsum(lengths_S) - lengths_S
+        position_ids = np.arange(int(lengths_S.sum())) - np.repeat(start_S, lengths_S)
+        token_start_S = self._token_start_B[samples]
+        input_ids = self._tokens[np.repeat(token_start_S, lengths_S) + position_ids]
+        counts_S = self._num_trainable_B[samples]
+        skip = np.repeat(self._trainable_start_B[samples] - (np.cumsum(counts_S) - counts_S), counts_S)
         entries = self.trainable[skip + np.arange(len(skip))]
-        rows = np.repeat(np.arange(len(samples)), counts)
         places = self._position_of_R[entries]
         return MicroBatch(
             torch.from_numpy(input_ids),
-            torch.from_numpy(rows * width + places - 1),
-            torch.from_numpy(self._tokens[np.repeat(self._token_start_B[samples], counts) + places]),
+            torch.from_numpy(position_ids),
+            SequenceLayout.of(lengths_S.tolist()),
+            torch.from_numpy(np.repeat(start_S, counts_S) + places - 1),
+            torch.from_numpy(self._tokens[np.repeat(token_start_S, counts_S) + places]),
             torch.from_numpy(entries),
         )
 

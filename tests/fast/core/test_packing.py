@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.core.packing import pack, shard, unpack, unzigzag, zigzag
+from miles.backends.training_utils.schedule import plan_steps
+from miles.core.packing import cp_slice, join_slices, pack, unpack
 from miles.core.train_batch import Column, TrainBatch, concat
-from miles.errors import TrainingError
 
+LAYOUTS = ("zigzag", "contiguous")
 # B samples, T tokens of a sample, R its response tokens, L layers, K entries
 L, K = 3, 2
 
@@ -53,6 +54,20 @@ def carried_batch(
     )
 
 
+def shard(batch, dp):
+    """Samples of each rank when one optimizer step takes the batch."""
+    (plan,) = plan_steps(
+        np.asarray(batch["trajectory"].values),
+        batch.total_lengths,
+        np.ones(len(batch), dtype=bool),
+        global_batch_size=None,
+        num_steps=None,
+        world_size=dp,
+        max_tokens=10**6,
+    )
+    return [sorted(np.concatenate(rank).tolist()) for rank in plan.micro_batches]
+
+
 def assert_same(found, wanted):
     assert set(dict(found.all_columns())) == set(dict(wanted.all_columns()))
     assert set(found.extra) == set(wanted.extra)
@@ -67,15 +82,16 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize(("cp", "dp"), list(itertools.product([1, 2, 4], [1, 2, 3])))
-def test_every_kind_of_column_is_carried_to_the_bit(cp, dp):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_kind_of_column_is_carried_to_the_bit(cp, dp, layout):
     batch = carried_batch()
     ranks = shard(batch, dp)
     returned = {}
     for indices in ranks:
         packed = pack(batch, indices)
-        slices = [zigzag(packed, cp, rank) for rank in range(cp)]
+        slices = [cp_slice(packed, cp, rank, layout) for rank in range(cp)]
         assert len({s.num_tokens for s in slices}) == 1
-        back = unpack(unzigzag(slices))
+        back = unpack(join_slices(slices))
         assert_same(back, batch.select(indices))
         returned |= {b: back.select([i]) for i, b in enumerate(indices)}
     assert sorted(returned) == list(range(len(batch)))
@@ -111,31 +127,33 @@ def test_a_rank_has_the_first_and_the_last_chunk_of_its_turn():
         }
     )
     packed = pack(batch, [0, 1])
-    ranks = [zigzag(packed, 2, rank) for rank in range(2)]
+    ranks = [cp_slice(packed, 2, rank) for rank in range(2)]
     assert [r["tokens"].values.tolist() for r in ranks] == [[1, 2, 7, 0, 9, 0], [3, 4, 5, 6, 0, 0]]
     assert [r.position_ids.tolist() for r in ranks] == [[0, 1, 6, 7, 0, 3], [2, 3, 4, 5, 1, 2]]
     assert [r.cu_seqlens.tolist() for r in ranks] == [[0, 4, 6], [0, 4, 6]]
-    assert zigzag(packed, 1, 0) is packed
+    assert cp_slice(packed, 1, 0) is packed
 
 
 def test_causal_work_is_even_over_context_parallel_ranks():
     batch = carried_batch(lengths=((64, 10), (32, 3)), trajectory=(0, 1))
     packed = pack(batch, [0, 1])
-    work = [int((zigzag(packed, 4, rank).position_ids + 1).sum()) for rank in range(4)]
+    work = [int((cp_slice(packed, 4, rank).position_ids + 1).sum()) for rank in range(4)]
     assert len(set(work)) == 1
 
 
 def test_slices_that_do_not_belong_together_are_refused():
     packed = pack(carried_batch(), [0, 2])
-    first, second = zigzag(packed, 2, 0), zigzag(packed, 2, 1)
-    with pytest.raises(ValueError, match="it got 1 of 2, 0 of 2"):
-        unzigzag([second, first])
+    first, second = cp_slice(packed, 2, 0), cp_slice(packed, 2, 1)
+    with pytest.raises(ValueError, match=r"it got 1 of 2 \(zigzag\), 0 of 2 \(zigzag\)"):
+        join_slices([second, first])
+    with pytest.raises(ValueError, match=r"0 of 2 \(zigzag\), 1 of 2 \(contiguous\)"):
+        join_slices([first, cp_slice(packed, 2, 1, "contiguous")])
     with pytest.raises(ValueError, match="it got 0 of 2"):
-        unzigzag([first])
+        join_slices([first])
     with pytest.raises(ValueError, match="slice of context-parallel rank 1"):
         unpack(second)
     with pytest.raises(ValueError, match="cannot take slice 0 of 2 from slice 1 of 2"):
-        zigzag(second, 2, 0)
+        cp_slice(second, 2, 0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -143,23 +161,17 @@ def test_slices_that_do_not_belong_together_are_refused():
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=12),
     st.sampled_from([1, 2, 3, 4]),
     st.integers(1, 4),
+    st.sampled_from(LAYOUTS),
 )
-def test_any_batch_is_split_and_carried_whole(samples, cp, dp):
+def test_any_batch_is_split_and_carried_whole(samples, cp, dp, layout):
     lengths = [(t + r, r) for t, r, _ in samples]
     trajectory = [w for *_, w in samples]
     batch = carried_batch(lengths, trajectory)
-    dp = min(dp, len(set(trajectory)))
     ranks = shard(batch, dp)
     assert sorted(itertools.chain(*ranks)) == list(range(len(batch)))
-    assert all(indices == sorted(indices) and indices for indices in ranks)
-    for one, other in itertools.combinations(ranks, 2):
-        assert not {trajectory[b] for b in one} & {trajectory[b] for b in other}
-    tokens = [int(batch.total_lengths[indices].sum()) for indices in ranks]
-    longest = max(sum(t for (t, _), w in zip(lengths, trajectory, strict=True) if w == v) for v in trajectory)
-    assert max(tokens) - min(tokens) <= longest
     for indices in ranks:
         packed = pack(batch, indices)
-        assert_same(unpack(unzigzag([zigzag(packed, cp, r) for r in range(cp)])), batch.select(indices))
+        assert_same(unpack(join_slices([cp_slice(packed, cp, r, layout) for r in range(cp)])), batch.select(indices))
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
@@ -204,16 +216,3 @@ def test_a_metric_over_correct_samples_does_not_depend_on_the_split():
         total += int(part.response_lengths[correct].sum())
         count += int(correct.sum())
     assert (total / count, count) == (25, 2)
-
-
-def test_fewer_trajectories_than_ranks_is_refused_with_the_way_out():
-    batch = carried_batch(lengths=((3, 1), (4, 2)), trajectory=(5, 5))
-    with pytest.raises(
-        TrainingError, match="1 trajectories cannot be split over 2 trainer ranks\n    fix: set --train-ranks 1"
-    ):
-        shard(batch, 2)
-
-
-def test_a_split_is_the_same_each_time_and_even():
-    batch = carried_batch(lengths=[(t, 1) for t in (4, 4, 4, 4, 16)], trajectory=range(5))
-    assert shard(batch, 2) == shard(batch, 2) == [[4], [0, 1, 2, 3]]

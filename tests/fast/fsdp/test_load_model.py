@@ -1,12 +1,14 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import CohereConfig, CohereForCausalLM
 
 from miles.backends.fsdp_utils.model import load_policy
+from miles.backends.training_utils.packing import FlatBatch
 from miles.errors import CheckpointError
 
 
@@ -80,7 +82,9 @@ def test_a_model_whose_logits_are_not_a_plain_projection_is_refused(tmp_path):
         eos_token_id=2,
     )
     CohereForCausalLM(config).save_pretrained(tmp_path / "cohere")
-    with pytest.raises(CheckpointError, match=r"CohereForCausalLM are not a softmax over its output projection"):
+    with pytest.raises(
+        CheckpointError, match=r"CohereForCausalLM on packed sequences are not a softmax over its output"
+    ):
         load_policy(tmp_path / "cohere")
 
 
@@ -89,6 +93,6 @@ def test_loading_turns_dropout_off(folder):
     (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
     model, _ = load_policy(folder)
     assert model.training
-    tokens, places = torch.arange(8)[None], torch.arange(7)
-    once, again = (model(tokens, places, tokens[0, 1:], 1.0)[0] for _ in range(2))
+    part = FlatBatch.from_sequences([list(range(8))]).micro_batch(np.arange(1))
+    once, again = (model(part, 1.0)[0] for _ in range(2))
     assert torch.equal(once, again)

@@ -1,8 +1,11 @@
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from miles.backends.training_utils.checks import check_batch
-from miles.backends.training_utils.packing import FlatBatch
+from miles.backends.training_utils.packing import FlatBatch, SequenceLayout
 from miles.core.train_batch import Column, TrainBatch
 from miles.errors import TrainingError
 
@@ -18,29 +21,74 @@ def make_batch(tokens, masks, **columns):
     return TrainBatch(columns=built)
 
 
+# Case B27: the log-prob of token t comes from the logits at t - 1.
 def test_a_token_is_predicted_from_the_place_before_it():
     packed = FlatBatch.from_batch(make_batch([[5, 6, 7, 8]], [[1, 1]]))
     part = packed.micro_batch(np.array([0]))
-    assert part.input_ids_BT.tolist() == [[5, 6, 7]]
+    assert part.input_ids_T.tolist() == [5, 6, 7]
     assert part.positions_N.tolist() == [1, 2]
     assert part.targets_N.tolist() == [7, 8]
     assert part.entries_N.tolist() == [0, 1]
 
 
-def test_rows_are_padded_on_the_right_and_masked_tokens_left_out():
-    packed = FlatBatch.from_batch(make_batch([[1, 2], [3, 4, 5, 6, 7], [8, 9, 1]], [[1], [1, 0, 1], [1, 1]]))
+def test_sequences_stand_end_to_end_longest_first_and_masked_tokens_are_left_out():
+    packed = FlatBatch.from_batch(make_batch([[1, 2], [8, 9, 1], [3, 4, 5, 6, 7]], [[1], [1, 1], [1, 0, 1]]))
     part = packed.micro_batch(np.array([1, 2]))
-    assert part.input_ids_BT.tolist() == [[3, 4, 5, 6], [8, 9, 0, 0]]
+    assert part.input_ids_T.tolist() == [3, 4, 5, 6, 8, 9]
+    assert part.position_ids_T.tolist() == [0, 1, 2, 3, 0, 1]
+    assert part.layout.cu_seqlens.tolist() == [0, 4, 6]
+    assert part.layout.max_length == 4
     assert part.targets_N.tolist() == [5, 7, 9, 1]
     assert part.positions_N.tolist() == [1, 3, 4, 5]
-    assert part.entries_N.tolist() == [1, 3, 4, 5]
-    assert part.input_ids_BT.reshape(-1)[part.positions_N].tolist() == [4, 6, 8, 9]
+    assert part.entries_N.tolist() == [3, 5, 1, 2]
+    assert part.input_ids_T[part.positions_N].tolist() == [4, 6, 8, 9]
 
 
 def test_a_micro_batch_of_no_sample_predicts_nothing_but_can_run():
     part = FlatBatch.from_batch(make_batch([[1, 2]], [[1]])).micro_batch(np.zeros(0, dtype=np.int64))
-    assert part.input_ids_BT.shape == (1, 1)
+    assert part.input_ids_T.tolist() == part.position_ids_T.tolist() == [0]
+    assert part.layout.cu_seqlens.tolist() == [0, 1]
     assert part.targets_N.tolist() == []
+
+
+def test_what_the_model_reads_goes_to_its_device_and_the_batchs_entries_stay():
+    part = FlatBatch.from_sequences([[1, 2, 3], [4, 5]]).micro_batch(np.arange(2))
+    assert part.to(torch.device("cpu")) is part
+    moved = part.to(torch.device("meta"))
+    there = (moved.input_ids_T, moved.position_ids_T, moved.positions_N, moved.targets_N, moved.layout.cu_seqlens)
+    assert all(tensor.is_meta for tensor in there)
+    assert torch.equal(moved.entries_N, part.entries_N)
+    assert (moved.layout.max_length, moved.layout.groups) == (2, ())
+
+
+def test_sequences_of_like_length_attend_side_by_side_and_others_do_not():
+    groups = SequenceLayout.of([100, 90, 81, 79, 20, 10, 10]).groups
+    assert [(g.start, g.stop, g.rows, g.width) for g in groups] == [
+        (0, 271, 3, 100),
+        (271, 350, 1, 79),
+        (350, 390, 3, 20),
+    ]
+    assert groups[1].gather is None
+    assert groups[1].scatter is None
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_groups_hold_every_token_once_and_are_mostly_full(lengths):
+    layout = SequenceLayout.of(lengths)
+    borders = np.cumsum([0, *lengths])
+    assert [g.start for g in layout.groups] == [0, *(g.stop for g in layout.groups[:-1])]
+    assert layout.groups[-1].stop == borders[-1]
+    for group in layout.groups:
+        first = int(np.flatnonzero(borders == group.start)[0])
+        own = lengths[first : first + group.rows]
+        assert max(own) == group.width
+        assert group.width <= 64 or min(own) >= 0.8 * group.width
+        if group.gather is not None:
+            tokens = group.gather.view(group.rows, group.width)
+            for row, (length, start) in enumerate(zip(own, np.cumsum([0, *own]), strict=False)):
+                assert tokens[row, :length].tolist() == list(range(start, start + length))
+            assert torch.equal(group.gather[group.scatter], torch.arange(sum(own)))
 
 
 def test_sequences_are_predicted_from_their_second_token_on():

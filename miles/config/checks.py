@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import cast
 
 from miles.config.batch_math import derive_batch_plan
+from miles.config.checks_advantages import ADVANTAGE_CHECKS
+from miles.config.checks_losses import LOSS_CHECKS
 from miles.config.known import Check
 from miles.config.resources import evaluates, needs_engines, only_trains, saves
 from miles.config.schema import DataConfig, RolloutConfig, RunConfig
@@ -29,22 +31,47 @@ def run_has_a_length(cfg: RunConfig) -> Iterator[Issue]:
 
 
 def batches_fill_whole_steps(cfg: RunConfig) -> Iterator[Issue]:
+    train = cfg.train
     plan = derive_batch_plan(
         rollout_batch_size=cfg.rollout.batch_size,
         n_samples_per_prompt=cfg.rollout.n_samples_per_prompt,
-        global_batch_size=cfg.train.global_batch_size,
-        num_steps_per_rollout=cfg.train.num_steps_per_rollout,
+        global_batch_size=train.global_batch_size,
+        num_steps_per_rollout=train.num_steps_per_rollout,
+        allow_partial=train.allow_partial_train_step,
+        dynamic=train.use_dynamic_global_batch_size,
     )
     if isinstance(plan, Issue):
         yield plan
         return
     ranks, size = cfg.cluster.train_ranks, plan.global_batch_size
-    if size % ranks:
+    if size % ranks and not train.allow_partial_train_step and not train.use_dynamic_global_batch_size:
         fitting = max(n for n in range(1, ranks + 1) if size % n == 0)
         yield Issue(
             "cluster.train_ranks",
             f"a step of {size} samples ({plan.describe()}) cannot be shared evenly by {ranks} trainer ranks",
             f"--train-ranks {fitting}, or a batch that {ranks} divides",
+        )
+
+
+def batching_settings_have_their_effect(cfg: RunConfig) -> Iterator[Issue]:
+    train = cfg.train
+    if train.use_dynamic_global_batch_size and train.global_batch_size is not None:
+        yield Issue(
+            "train.use_dynamic_global_batch_size",
+            f"takes the size of a step from the rollout, but --global-batch-size {train.global_batch_size} fixes it",
+            "give only one of the two; --allow-partial-train-step keeps the size and trains on what is left over",
+        )
+    if train.allow_partial_train_step and train.global_batch_size is None:
+        yield Issue(
+            "train.allow_partial_train_step",
+            "has no effect without --global-batch-size: there is no size that could leave something over",
+            "--global-batch-size SAMPLES, or --use-dynamic-global-batch-size",
+        )
+    if train.balance_data and train.balance_by_flops:
+        yield Issue(
+            "train.balance_data",
+            "ranks can have equally many tokens or equally many operations, not both",
+            "--balance-by-flops alone",
         )
 
 
@@ -66,10 +93,10 @@ def loss_and_rollout_function_agree(cfg: RunConfig) -> Iterator[Issue]:
             "--loss-type sft_loss trains on responses from the data, but this function generates them",
             f"--rollout-function-path {SFT_ROLLOUT}",
         )
-    if loss == "policy_loss" and path == SFT_ROLLOUT:
+    if loss != "sft_loss" and path == SFT_ROLLOUT:
         yield Issue(
             "rollout.function_path",
-            "takes responses from the data, which were not sampled: policy_loss has no rewards or log-probabilities",
+            f"takes responses from the data, which were not sampled: {loss} has no rewards or log-probabilities",
             f"--loss-type sft_loss, or --rollout-function-path {INFERENCE_ROLLOUTS[0]}",
         )
     if path == SFT_ROLLOUT and evaluates(cfg) and cfg.rollout.eval_function_path in (None, SFT_ROLLOUT):
@@ -82,7 +109,7 @@ def loss_and_rollout_function_agree(cfg: RunConfig) -> Iterator[Issue]:
 
 def rewards_come_from_somewhere(cfg: RunConfig) -> Iterator[Issue]:
     builtin = cfg.rollout.function_path in INFERENCE_ROLLOUTS and cfg.rollout.custom_generate_function_path is None
-    judged = cfg.algorithm.loss_type == "policy_loss" or evaluates(cfg)
+    judged = cfg.algorithm.loss_type != "sft_loss" or evaluates(cfg)
     if builtin and judged and cfg.reward.rm_type is None and cfg.reward.custom_rm_path is None:
         yield Issue(
             "reward.rm_type",
@@ -102,19 +129,8 @@ def rewards_have_their_labels(cfg: RunConfig) -> Iterator[Issue]:
         )
 
 
-def samples_can_be_compared(cfg: RunConfig) -> Iterator[Issue]:
-    algorithm = cfg.algorithm
-    compared = algorithm.loss_type == "policy_loss" and algorithm.rewards_normalization
-    if compared and cfg.rollout.n_samples_per_prompt == 1 and cfg.reward.custom_post_process_path is None:
-        yield Issue(
-            "rollout.n_samples_per_prompt",
-            "one sample of a prompt has nothing to be compared with, so every advantage would be 0",
-            "--n-samples-per-prompt 2 or more, or --disable-rewards-normalization to train on the reward itself",
-        )
-
-
 def sampling_is_the_policy(cfg: RunConfig) -> Iterator[Issue]:
-    if cfg.algorithm.loss_type == "policy_loss":
+    if cfg.algorithm.loss_type != "sft_loss":
         why = "cuts the distribution, so the log-probabilities of samples are not the policy's and ratios are wrong"
         if cfg.rollout.top_p < 1:
             yield Issue("rollout.top_p", f"{cfg.rollout.top_p} {why}", "--rollout-top-p 1; --eval-top-p may cut")
@@ -126,15 +142,6 @@ def sampling_is_the_policy(cfg: RunConfig) -> Iterator[Issue]:
     ):
         if top_k == 0:
             yield Issue(path, "0 leaves no token to sample", f"{flag} -1 keeps all tokens")
-
-
-def kl_loss_is_switched_on(cfg: RunConfig) -> Iterator[Issue]:
-    if cfg.algorithm.kl_loss_coef > 0 and not cfg.algorithm.use_kl_loss:
-        yield Issue(
-            "algorithm.kl_loss_coef",
-            f"{cfg.algorithm.kl_loss_coef} has no effect without --use-kl-loss",
-            "--use-kl-loss, or --kl-loss-coef 0",
-        )
 
 
 def learning_rate_schedule_is_possible(cfg: RunConfig) -> Iterator[Issue]:
@@ -339,13 +346,14 @@ def _first_not_plain(values: Iterable[object]) -> object | None:
 CHECKS: tuple[Check, ...] = (
     run_has_a_length,
     batches_fill_whole_steps,
+    batching_settings_have_their_effect,
     over_sampling_covers_the_batch,
     loss_and_rollout_function_agree,
     rewards_come_from_somewhere,
     rewards_have_their_labels,
-    samples_can_be_compared,
+    *ADVANTAGE_CHECKS,
     sampling_is_the_policy,
-    kl_loss_is_switched_on,
+    *LOSS_CHECKS,
     learning_rate_schedule_is_possible,
     lengths_fit_the_context,
     eval_has_data_and_interval,

@@ -48,7 +48,7 @@ def only_trains(cfg: RunConfig) -> bool:
 
 def needs_engines(cfg: RunConfig) -> bool:
     """Whether anything generates: a policy is trained on new samples, or the run evaluates."""
-    return not only_trains(cfg) and (cfg.algorithm.loss_type == "policy_loss" or evaluates(cfg))
+    return not only_trains(cfg) and (cfg.algorithm.loss_type != "sft_loss" or evaluates(cfg))
 
 
 def num_engines(cfg: RunConfig) -> int:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from miles.config.base import ConfigModel, Flag
+from miles.config.estimators import EstimatorName
+from miles.config.objectives import CorrectionPreset, DenominatorName, ObjectiveName
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -170,35 +172,108 @@ class RewardConfig(ConfigModel):
     """Worker processes of the built-in maths grader."""
     custom_post_process_path: Annotated[str | None, Flag("--custom-reward-post-process-path")] = None
     """Function in place of the group normalisation: `fn(args, samples) -> (raw, normalised)`."""
+    overlong_buffer_len: Annotated[PositiveInt | None, Flag("--overlong-buffer-len")] = None
+    """Tokens before `--rollout-max-response-len` over which a response loses reward, the more the longer it is; unset is off."""
+    overlong_penalty_factor: Annotated[PositiveFloat, Flag("--overlong-penalty-factor")] = 1.0
+    """Reward that a response of the greatest length loses."""
 
 
 class AlgorithmConfig(ConfigModel):
     """The loss."""
 
-    loss_type: Annotated[Literal["policy_loss", "sft_loss"], Flag("--loss-type")] = "policy_loss"
-    """`policy_loss` is the clipped policy gradient; `sft_loss` is cross-entropy on the response."""
-    advantage_estimator: Annotated[Literal["grpo"], Flag("--advantage-estimator")] = "grpo"
-    """How rewards become advantages. `grpo` compares a sample with its group."""
+    loss_type: Annotated[Literal["policy_loss", "sft_loss", "custom_loss"], Flag("--loss-type")] = "policy_loss"
+    """`policy_loss` is the policy gradient; `sft_loss` is cross-entropy on the response; `custom_loss` is `--custom-loss-function-path`."""
+    custom_loss_function_path: Annotated[str | None, Flag("--custom-loss-function-path")] = None
+    """Loss of a micro-batch: `fn(args, batch, logits, reducer) -> (loss, metrics)`, with whole logits of its predicted tokens."""
+    policy_objective: Annotated[ObjectiveName | None, Flag("--policy-objective")] = None
+    """How the policy gradient forms its ratios and keeps them near 1; unset takes the one of `--advantage-estimator`, and `ppo` where that has none."""
+    advantage_estimator: Annotated[EstimatorName, Flag("--advantage-estimator")] = "grpo"
+    """How rewards become advantages; see docs/algorithms.md. `grpo` compares a sample with its group."""
+    custom_advantage_function_path: Annotated[str | None, Flag("--custom-advantage-function-path")] = None
+    """Function in place of the estimator's formula: `fn(args, rollout_data)` sets `advantages` in `rollout_data`. Rewards are compared as the estimator says."""
     rewards_normalization: Annotated[bool, Flag(inverted=("--disable-rewards-normalization",))] = True
-    """Subtract the group's mean reward."""
+    """Compare a reward with its group's, as the estimator says; off trains on the reward itself."""
     grpo_std_normalization: Annotated[bool, Flag(inverted=("--disable-grpo-std-normalization",))] = True
-    """Divide by the group's standard deviation of rewards."""
+    """Divide by the group's standard deviation of rewards, where the estimator does so."""
+    normalize_advantages: Annotated[bool, Flag("--normalize-advantages")] = False
+    """Give advantages mean 0 and variance 1 over all trainable tokens of the rollout."""
+    gamma: Annotated[float, Flag("--gamma"), Field(ge=0, le=1)] = 1.0
+    """What a reward keeps of its worth for every trainable token between it and the token that is judged."""
+    lambd: Annotated[float, Flag("--lambd"), Field(ge=0, le=1)] = 1.0
+    """Lambda of GAE: 0 trusts the critic, 1 only what was really earned."""
+    kl_coef: Annotated[NonNegativeFloat, Flag("--kl-coef")] = 0.0
+    """Weight of the KL divergence from the reference model that is taken off the reward; `--kl-loss-coef` puts it into the loss instead."""
     eps_clip: Annotated[PositiveFloat, Flag("--eps-clip")] = 0.2
     """Lower clip of the probability ratio: 1 - eps_clip."""
     eps_clip_high: Annotated[PositiveFloat | None, Flag("--eps-clip-high")] = None
     """Upper clip of the probability ratio: 1 + eps_clip_high; unset takes `--eps-clip`."""
     eps_clip_c: Annotated[float | None, Flag("--eps-clip-c"), Field(gt=1)] = None
     """Dual clip: bounds the loss of negative advantages at this multiple; unset is off."""
+    sapo_tau_pos: Annotated[PositiveFloat, Flag("--sapo-tau-pos")] = 1.0
+    """How fast `sapo` fades tokens of positive advantage as their ratio leaves 1."""
+    sapo_tau_neg: Annotated[PositiveFloat, Flag("--sapo-tau-neg")] = 1.05
+    """The same for the other tokens."""
+    dppo_divergence: Annotated[Literal["tv", "kl"], Flag("--dppo-divergence")] = "tv"
+    """Divergence of the old from the current policy that `dppo` bounds at each token: total variation, or KL."""
+    dppo_bound: Annotated[PositiveFloat, Flag("--dppo-bound")] = 0.15
+    """Divergence beyond which `dppo` lets no token move further away."""
+    use_opsm: Annotated[bool, Flag("--use-opsm")] = False
+    """Leave out trajectories of negative advantage whose mean of old - current log-probabilities exceeds `--opsm-delta`."""
+    opsm_delta: Annotated[NonNegativeFloat, Flag("--opsm-delta")] = 1e-4
+    """Drift that `--use-opsm` allows, in nats per token."""
     use_kl_loss: Annotated[bool, Flag("--use-kl-loss")] = False
     """Add the KL divergence from the reference model to the loss."""
     kl_loss_coef: Annotated[NonNegativeFloat, Flag("--kl-loss-coef")] = 0.0
     """Weight of the KL loss; with 0 the divergence is only reported."""
     kl_loss_type: Annotated[Literal["k1", "k2", "k3", "low_var_kl"], Flag("--kl-loss-type")] = "k1"
-    """Estimator of the KL divergence; `low_var_kl` is k3 with clamped terms."""
+    """Estimator of the KL divergence; `low_var_kl` is k3 with clamped terms. As a loss, k1 pulls nowhere on average and k3 along KL(reference || policy): see docs/algorithms.md."""
+    use_unbiased_kl: Annotated[bool, Flag("--use-unbiased-kl")] = False
+    """Multiply the KL loss by current / old probability, which makes value and gradient of k3 unbiased."""
     entropy_coef: Annotated[NonNegativeFloat, Flag("--entropy-coef")] = 0.0
     """Weight of the entropy bonus."""
+    observe_training_entropy: Annotated[bool, Flag("--observe-training-entropy")] = False
+    """Report the entropy without training on it, where `--entropy-coef` is 0."""
     calculate_per_token_loss: Annotated[bool, Flag("--calculate-per-token-loss")] = False
-    """Weigh every trainable token alike; off weighs every trajectory alike."""
+    """Weigh every trainable token alike, as `--loss-denominator tokens`."""
+    loss_denominator: Annotated[DenominatorName | None, Flag("--loss-denominator")] = None
+    """What weighs alike in an optimizer step: `trajectories`, `sequences` (samples), `prompts`, `tokens`; `constant` divides a trajectory's sum by `--loss-constant`. Unset takes that of `--advantage-estimator`, and `trajectories` where it has none."""
+    loss_constant: Annotated[PositiveFloat | None, Flag("--loss-constant")] = None
+    """Tokens by which the `constant` denominator divides; unset takes `--rollout-max-response-len`."""
+    use_rollout_logprobs: Annotated[bool, Flag("--use-rollout-logprobs")] = False
+    """Take the engine's log-probabilities for the old ones, in place of a pass of the trainer before the first optimizer step."""
+    get_mismatch_metrics: Annotated[bool, Flag("--get-mismatch-metrics")] = False
+    """With `--use-rollout-logprobs`, make the trainer's pass nevertheless and report how far the engine's are from it."""
+
+
+class CorrectionConfig(ConfigModel):
+    """Importance weights and rejections for samples of another policy than the trainer's: the engine's numerics, or stale weights."""
+
+    preset: Annotated[CorrectionPreset, Flag("--correction-preset")] = "none"
+    """`tis` truncates token weights; `mis` masks by sequence weights; `icepop` masks by token weights; `rejection` only rejects; `decoupled_ppo` does not bound token weights."""
+    use_tis: Annotated[bool, Flag("--use-tis")] = False
+    """The same as the preset `tis`."""
+    level: Annotated[Literal["token", "sequence", "geometric"] | None, Flag("--tis-level")] = None
+    """Weight of a token: its own ratio of old to engine's probability, its trajectory's product, or geometric mean; unset takes the preset's."""
+    mode: Annotated[Literal["truncate", "clip", "mask"] | None, Flag("--tis-mode")] = None
+    """Weights are at most the upper bound, or clipped into both, or rejected outside both; unset takes the preset's."""
+    upper: Annotated[PositiveFloat | None, Flag("--tis-clip")] = None
+    """Upper bound of weights; unset takes the preset's: 2, 5 for `icepop`, none for `decoupled_ppo`."""
+    lower: Annotated[NonNegativeFloat | None, Flag("--tis-clip-low")] = None
+    """Lower bound of weights; unset takes 0 to truncate, else 1 / upper; 0.5 for `icepop`."""
+    batch_normalize: Annotated[bool, Flag("--tis-batch-normalize")] = False
+    """Divide weights by their mean over the batch."""
+    rejection_level: Annotated[Literal["token", "sequence", "geometric"] | None, Flag("--rs-level")] = None
+    """Reject tokens whose ratio at this level is out of bounds: they leave the loss mask. Unset rejects none, but with the preset `rejection`, which takes `sequence`."""
+    rejection_upper: Annotated[PositiveFloat, Flag("--rs-clip")] = 2.0
+    """Largest ratio that is not rejected."""
+    rejection_lower: Annotated[NonNegativeFloat | None, Flag("--rs-clip-low")] = None
+    """Smallest ratio that is not rejected; unset takes 1 / upper."""
+    veto_threshold: Annotated[float | None, Flag("--rs-veto-threshold"), Field(gt=0, lt=1)] = None
+    """Reject a trajectory with a token whose ratio is below this; unset rejects none."""
+    keep_denominator: Annotated[bool, Flag("--keep-rejected-in-denominator")] = False
+    """Count rejected tokens in the loss's denominator, so that rejections make gradients smaller; off counts only what is left."""
+    custom_tis_function_path: Annotated[str | None, Flag("--custom-tis-function-path")] = None
+    """Function that corrects the policy gradient's terms in place of a preset: see docs/algorithms.md."""
 
 
 class TrainConfig(ConfigModel):
@@ -212,8 +287,16 @@ class TrainConfig(ConfigModel):
     """Samples per optimizer step, over all ranks; derived when `--num-steps-per-rollout` is given, and one step per rollout when neither is."""
     num_steps_per_rollout: Annotated[PositiveInt | None, Flag("--num-steps-per-rollout")] = None
     """Optimizer steps made from one rollout batch."""
+    allow_partial_train_step: Annotated[bool, Flag("--allow-partial-train-step")] = False
+    """Train on what `--global-batch-size` leaves over of a rollout in a smaller last step; off refuses such a rollout."""
+    use_dynamic_global_batch_size: Annotated[bool, Flag("--use-dynamic-global-batch-size")] = False
+    """Cut each rollout into `--num-steps-per-rollout` steps of about equal size, however many samples it returned."""
     max_tokens_per_gpu: Annotated[PositiveInt, Flag("--max-tokens-per-gpu")] = 8192
-    """Tokens, padding included, that one rank processes in one micro-batch. The result does not depend on it."""
+    """Tokens that one rank processes in one micro-batch; there is no padding. The result does not depend on it."""
+    balance_data: Annotated[bool, Flag("--balance-data")] = False
+    """Share micro-batches out so that ranks have about equally many tokens; off deals them in turn, the largest first."""
+    balance_by_flops: Annotated[bool, Flag("--balance-by-flops")] = False
+    """As `--balance-data`, by the operations that a model of this size needs, which grow faster than tokens do."""
     seed: Annotated[int, Flag("--seed")] = 1234
     """Seed of the trainer's random state."""
     max_skipped_steps: NonNegativeInt = 3
@@ -349,6 +432,23 @@ class DebugConfig(ConfigModel):
     """Start neither engines nor router; the samples come from `--load-debug-rollout-data` or a rollout function that needs no engines."""
 
 
+class CiConfig(ConfigModel):
+    """Checks of the learning core while it trains, for tests."""
+
+    test: Annotated[bool, Flag("--ci-test")] = False
+    """Stop the run when a check below fails."""
+    kl_checker: Annotated[bool, Flag(inverted=("--ci-disable-kl-checker",))] = True
+    """The first optimizer step of a rollout has no divergence from the old policy and clips nothing; the run's first has none from the reference."""
+    logprobs_checker: Annotated[bool, Flag(inverted=("--ci-disable-logprobs-checker",))] = True
+    """Trainer's and engine's log-probabilities differ by no more than the parity gate allows, also when that is off."""
+    save_grad_norm: Annotated[str | None, Flag("--ci-save-grad-norm")] = None
+    """File to which the gradient norm of each optimizer step is appended, a JSON object a line."""
+    load_grad_norm: Annotated[str | None, Flag("--ci-load-grad-norm")] = None
+    """File of `--ci-save-grad-norm` whose gradient norms this run must repeat."""
+    grad_norm_tolerance: PositiveFloat = 1e-3
+    """Largest relative difference from the gradient norms of `--ci-load-grad-norm`."""
+
+
 class RunSectionConfig(ConfigModel):
     """The run's name and folder."""
 
@@ -375,6 +475,7 @@ class RunConfig(ConfigModel):
     router: RouterConfig = RouterConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    correction: CorrectionConfig = CorrectionConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     eval: EvalConfig = EvalConfig()
@@ -382,5 +483,6 @@ class RunConfig(ConfigModel):
     weights: WeightsConfig = WeightsConfig()
     parity: ParityConfig = ParityConfig()
     debug: DebugConfig = DebugConfig()
+    ci: CiConfig = CiConfig()
     custom: dict[str, Any] = {}
     """Open section for your own functions, read as `args.NAME`; `--custom-config-path FILE.yaml` fills it."""

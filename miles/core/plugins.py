@@ -90,6 +90,38 @@ HOOKS: dict[str, Contract] = {
         example="def fn(args, samples) -> tuple[list[float], list[float]]",
         calls=(Call(name="samples", positional=("args", "samples")),),
     ),
+    "--custom-advantage-function-path": Contract(
+        path="algorithm.custom_advantage_function_path",
+        example="def fn(args, rollout_data) -> None",
+        calls=(Call(name="rollout_data", positional=("args", "rollout_data")),),
+    ),
+    "--custom-loss-function-path": Contract(
+        path="algorithm.custom_loss_function_path",
+        example="def fn(args, batch, logits, reducer) -> tuple[Tensor, dict[str, Tensor]]",
+        calls=(Call(name="loss", positional=("args", "batch", "logits", "reducer")),),
+    ),
+    "--custom-tis-function-path": Contract(
+        path="correction.custom_tis_function_path",
+        example="def fn(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs) -> "
+        "tuple[Tensor, list[Tensor] | None, dict[str, Tensor]]",
+        calls=(
+            Call(
+                name="terms",
+                positional=(),
+                keyword=(
+                    "args",
+                    "pg_loss",
+                    "train_log_probs",
+                    "rollout_log_probs",
+                    "loss_masks",
+                    "total_lengths",
+                    "response_lengths",
+                    "parallel_state",
+                    "max_seq_lens",
+                ),
+            ),
+        ),
+    ),
     "--custom-generate-function-path": Contract(
         path="rollout.custom_generate_function_path",
         example="async def fn(input) -> GenerateFnOutput  or  async def fn(args, sample, sampling_params) -> Sample",

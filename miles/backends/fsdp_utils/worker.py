@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -24,10 +25,10 @@ from miles.backends.fsdp_utils.checkpoint import MODEL, RankState, SavedTrainer,
 from miles.backends.fsdp_utils.hf_folder import require_same_names, write_model_folder
 from miles.backends.fsdp_utils.model import PolicyModel, hf_tensors, load_policy, shard
 from miles.backends.fsdp_utils.optimizer import ShardedAdamW
-from miles.backends.training_utils.advantages import ADVANTAGES
 from miles.backends.training_utils.checks import check_batch, refuse_non_finite
-from miles.backends.training_utils.loss import build_loss, token_weights
-from miles.backends.training_utils.loss_hub.records import LossInputs
+from miles.backends.training_utils.ci_checks import CiChecks
+from miles.backends.training_utils.loss import build_denominator, build_loss
+from miles.backends.training_utils.loss_hub.records import LossInputs, OtherTokens
 from miles.backends.training_utils.lr_schedule import learning_rate
 from miles.backends.training_utils.metrics import StepMetrics, mean_over_steps
 from miles.backends.training_utils.packing import FlatBatch, MicroBatch
@@ -39,9 +40,12 @@ from miles.backends.training_utils.parity import (
     explain,
     parity_error,
 )
+from miles.backends.training_utils.policy_columns import PolicyPreparation, layout_of, numbers, tokens_elsewhere
 from miles.backends.training_utils.schedule import plan_steps, split_into_micro_batches
 from miles.config.resources import engine_dtype, parity_bounds
 from miles.config.schema import RunConfig
+from miles.core.hook_args import HookArgs
+from miles.core.run_facts import RunFacts
 from miles.core.train_batch import TrainBatch
 from miles.errors import CheckpointError, TrainingError
 from miles.utils.checkpoint_folder import cannot_write
@@ -82,8 +86,13 @@ class FsdpTrainWorker:
         self._total_steps = total_optimizer_steps
         self._is_sft = config.algorithm.loss_type == "sft_loss"
         self._temperature = 1.0 if self._is_sft else config.rollout.temperature
-        self._loss = build_loss(config.algorithm)
+        self._is_custom = config.algorithm.loss_type == "custom_loss"
+        args = HookArgs(config, RunFacts(run_dir=config.run.dir or ""))
+        self._preparation = PolicyPreparation(config.algorithm, config.correction, args)
+        self._loss = build_loss(config.algorithm, args=args, correct_terms=self._preparation.hook)
+        self._denominator = build_denominator(config.algorithm, max_response_len=config.rollout.max_response_len)
         self._bounds = ParityBounds(*parity_bounds(config))
+        self._ci = CiChecks(config.ci, self._bounds, bf16=config.train.bf16)
         self._num_steps = 0
         self._skipped_in_a_row = 0
         self._copy: RankState | None = None
@@ -108,7 +117,7 @@ class FsdpTrainWorker:
             {n: p for n, p in hf_tensors(self._model).items() if p.requires_grad}, config.optimizer
         )
         self._reference: PolicyModel | None = None
-        if config.algorithm.use_kl_loss and not self._is_sft:
+        if (config.algorithm.use_kl_loss or config.algorithm.kl_coef) and not self._is_sft:
             self._reference, _ = load_policy(config.model.ref_load or config.model.hf_checkpoint)
             if self._reference.vocab_size != self.vocab_size:
                 raise CheckpointError(
@@ -128,8 +137,8 @@ class FsdpTrainWorker:
         """
         started = time.perf_counter()
         packed = FlatBatch.from_batch(batch)
-        check_batch(batch, packed, vocab_size=self.vocab_size, columns=self._needed_columns())
-        trajectory_B = np.asarray(batch["trajectory"].values if "trajectory" in batch else np.arange(len(batch)))
+        check_batch(batch, packed, vocab_size=self.vocab_size, columns=self._needed_columns(batch))
+        trajectory_B = numbers(batch, "trajectory").numpy()
         plans = plan_steps(
             trajectory_B,
             packed.total_lengths_B,
@@ -138,29 +147,46 @@ class FsdpTrainWorker:
             num_steps=self._config.train.num_steps_per_rollout,
             world_size=self._world_size,
             max_tokens=self._config.train.max_tokens_per_gpu,
-        )
-        weights_R = torch.from_numpy(
-            token_weights(
-                packed.mask_R,
-                packed.sample_of_R,
-                trajectory_B,
-                [plan.samples for plan in plans],
-                per_token=self._config.algorithm.calculate_per_token_loss,
-            )
+            allow_partial=self._config.train.allow_partial_train_step,
+            dynamic=self._config.train.use_dynamic_global_batch_size,
+            balance_cost_B=self._balance_cost(packed.total_lengths_B),
         )
         steps = [[packed.micro_batch(part) for part in plan.micro_batches[self._rank]] for plan in plans]
         metrics: dict[str, float] = {}
         columns: dict[str, Tensor] = {}
+        mask_R = packed.mask_R
         if not self._is_sft:
-            columns = self._policy_columns(batch, packed, [part for parts in steps for part in parts], step, metrics)
+            columns, mask_R = self._policy_columns(
+                batch, packed, [part for parts in steps for part in parts], step, metrics
+            )
+        counted_R = packed.mask_R if self._config.correction.keep_denominator else mask_R
+        weights = self._denominator.token_weights(
+            counted_R,
+            packed.sample_of_R,
+            trajectory_B,
+            [plan.samples for plan in plans],
+            group_B=numbers(batch, "group_index").numpy(),
+        )
+        weights_R = torch.from_numpy(np.where(mask_R != 0, weights, 0)).float()
 
         actor_started = time.perf_counter()
         done: list[dict[str, float]] = []
         skipped = empty = 0
         lr = 0.0
-        for parts in steps:
+        for number, (parts, plan) in enumerate(zip(steps, plans, strict=True)):
             lr = learning_rate(self._config.optimizer, self._num_steps, self._total_steps)
-            found, outcome = self._optimizer_step(parts, weights_R, columns, lr)
+            entries = packed.trainable[np.isin(packed.sample_of_R[packed.trainable], plan.samples)]
+            inputs = self._step_inputs(batch, packed, parts, entries, weights_R, columns)
+            found, outcome = self._optimizer_step(parts, inputs, lr)
+            if number == 0 and outcome != "empty":
+                self._ci.first_step(
+                    found,
+                    step=step,
+                    trainer_is_old=not self._config.algorithm.use_rollout_logprobs,
+                    reference_is_start=self._num_steps == 0 and self._config.model.ref_load is None,
+                )
+            if outcome != "empty":
+                self._ci.grad_norm(self._num_steps, found["grad_norm"], writes=self._rank == 0)
             self._num_steps += 1
             if outcome == "skipped":
                 skipped += 1
@@ -185,64 +211,124 @@ class FsdpTrainWorker:
         }
         return metrics
 
-    def _needed_columns(self) -> tuple[str, ...]:
+    def _balance_cost(self, lengths_B: NDArray[np.int64]) -> NDArray[np.float64] | None:
+        """What ranks are to have equally much of; None deals micro-batches in turn."""
+        if self._config.train.balance_by_flops:
+            return self._model.flops(lengths_B)
+        return lengths_B.astype(np.float64) if self._config.train.balance_data else None
+
+    def _needed_columns(self, batch: TrainBatch) -> tuple[str, ...]:
+        """Columns that must be there, and be finite where they are read."""
         if self._is_sft:
             return ()
-        return ("reward", "rollout_log_probs") if self._config.parity.enabled else ("reward",)
+        compares = self._config.parity.enabled or self._preparation.needs_rollout_log_probs
+        compares = compares or "rollout_log_probs" in batch
+        return ("reward", "rollout_log_probs") if compares else ("reward",)
 
     def _policy_columns(
         self, batch: TrainBatch, packed: FlatBatch, parts: list[MicroBatch], step: int, metrics: dict[str, float]
-    ) -> dict[str, Tensor]:
-        """Advantages, old and reference log-probs on the response axis [R]; runs the parity gate."""
-        started = time.perf_counter()
-        old_R = self._forward_only(self._model, parts, len(packed.mask_R))
-        if self._world_size > 1:
-            dist.all_reduce(old_R)
-        metrics["perf/log_probs_time"] = time.perf_counter() - started
-        names = packed.sample_index_B[packed.sample_of_R[packed.trainable]]
-        refuse_non_finite("the trainer's log-prob", old_R.numpy()[packed.trainable], names)
-        if self._config.parity.enabled:
-            report = self._parity_gate(batch, packed, old_R, step)
+    ) -> tuple[dict[str, Tensor], NDArray[np.float32]]:
+        """What the policy loss reads on the response axis [R], and the mask without rejected tokens; runs the parity gate."""
+        trainer_R = ref_R = None
+        if self._config.parity.enabled or self._preparation.needs_trainer_log_probs:
+            trainer_R = self._score_batch(self._model, parts, packed, "the trainer's log-prob", metrics, "log_probs")
+        if self._config.parity.enabled and trainer_R is not None:
+            report = self._parity_gate(batch, packed, trainer_R, step)
             metrics["train/rollout_logprob_abs_diff_mean"] = report.mean
             metrics["train/rollout_logprob_abs_diff_p99"] = report.p99
             metrics["train/rollout_logprob_abs_diff_max"] = report.max
-        rewards_B = torch.tensor(np.asarray(batch["reward"].values), dtype=torch.float32)
-        advantages = ADVANTAGES[self._config.algorithm.advantage_estimator]
-        columns = {
-            "old_logprobs_N": old_R,
-            "advantages_N": advantages(rewards_B, torch.from_numpy(packed.sample_of_R)),
-        }
         if self._reference is not None:
-            started = time.perf_counter()
-            columns["ref_logprobs_N"] = self._forward_only(self._reference, parts, len(packed.mask_R))
-            metrics["perf/ref_log_probs_time"] = time.perf_counter() - started
-        return columns
+            name = "the reference model's log-prob"
+            ref_R = self._score_batch(self._reference, parts, packed, name, metrics, "ref_log_probs")
+        found = self._preparation(batch, packed, trainer_R, ref_R)
+        self._ci.log_probs(found.metrics, step=step)
+        metrics |= {f"train/{name}": value for name, value in found.metrics.items()}
+        return found.values, found.mask_R
+
+    def _score_batch(
+        self,
+        model: PolicyModel,
+        parts: list[MicroBatch],
+        packed: FlatBatch,
+        name: str,
+        metrics: dict[str, float],
+        timer: str,
+    ) -> Tensor:
+        """Log-probs of all trainable tokens on the response axis [R], 0 elsewhere, the same on all ranks; none is NaN or inf."""
+        started = time.perf_counter()
+        logprobs_R = self._forward_only(model, parts, len(packed.mask_R))
+        if self._world_size > 1:
+            dist.all_reduce(logprobs_R)
+        metrics[f"perf/{timer}_time"] = time.perf_counter() - started
+        samples = packed.sample_index_B[packed.sample_of_R[packed.trainable]]
+        refuse_non_finite(name, logprobs_R.numpy()[packed.trainable], samples)
+        return logprobs_R
 
     @torch.no_grad()
     def _forward_only(self, model: PolicyModel, parts: list[MicroBatch], num_entries: int) -> Tensor:
         """Log-probs of this rank's predicted tokens on the response axis [R], 0 elsewhere."""
         logprobs_R = torch.zeros(num_entries)
         for part in parts:
-            logprobs_N, _ = model(part.input_ids_BT, part.positions_N, part.targets_N, self._temperature)
+            (logprobs_N,) = model(part, self._temperature)
             logprobs_R[part.entries_N] = logprobs_N
         return logprobs_R
 
+    def _step_inputs(
+        self,
+        batch: TrainBatch,
+        packed: FlatBatch,
+        parts: list[MicroBatch],
+        step_entries: NDArray[np.int64],
+        weights_R: Tensor,
+        columns: dict[str, Tensor],
+    ) -> list[dict[str, Any]]:
+        """What the loss of each micro-batch of an optimizer step reads beside the current log-probs."""
+        sample_R = torch.from_numpy(packed.sample_of_R)
+        trajectory_R = numbers(batch, "trajectory")[sample_R]
+        found: list[dict[str, Any]] = []
+        for part in parts:
+            entries_N = part.entries_N
+            values: dict[str, Any] = {name: values_R[entries_N] for name, values_R in columns.items()}
+            values |= {
+                "weights_N": weights_R[entries_N],
+                "trajectory_N": trajectory_R[entries_N],
+                "sample_N": sample_R[entries_N],
+                "targets_N": part.targets_N,
+            }
+            if self._preparation.hook is not None:
+                values["layout"] = layout_of(entries_N, packed, batch.response_lengths)
+            found.append(values)
+        if not self._loss.needs_trajectories:
+            return found
+        elsewhere = tokens_elsewhere([p.entries_N.numpy() for p in parts], step_entries, trajectory_R.numpy())
+        split = torch.tensor(max(len(entries) for entries in elsewhere))
+        if self._world_size > 1:
+            dist.all_reduce(split, op=dist.ReduceOp.MAX)
+        if not split:
+            return found
+        # A trajectory's terms need its mean under the current weights, which no single micro-batch can give.
+        now_R = self._forward_only(self._model, parts, len(packed.mask_R))
+        if self._world_size > 1:
+            dist.all_reduce(now_R)
+        for values, entries in zip(found, elsewhere, strict=True):
+            entries_M = torch.from_numpy(entries)
+            values["other"] = OtherTokens(
+                logprobs_M=now_R[entries_M],
+                weights_M=weights_R[entries_M],
+                old_logprobs_M=columns["old_logprobs_N"][entries_M],
+                advantages_M=columns["advantages_N"][entries_M],
+                trajectory_M=trajectory_R[entries_M],
+            )
+        return found
+
     def _optimizer_step(
-        self, parts: list[MicroBatch], weights_R: Tensor, columns: dict[str, Tensor], lr: float
+        self, parts: list[MicroBatch], inputs: list[dict[str, Any]], lr: float
     ) -> tuple[dict[str, float], str]:
         """Metrics, and `done`, `empty` (nothing to train on) or `skipped` (gradient norm not finite)."""
         self._optimizer.zero_grad()
         totals = StepMetrics()
-        for part in parts:
-            logprobs_N, entropy_N = self._model(part.input_ids_BT, part.positions_N, part.targets_N, self._temperature)
-            output = self._loss(
-                LossInputs(
-                    logprobs_N=logprobs_N,
-                    entropy_N=entropy_N,
-                    weights_N=weights_R[part.entries_N],
-                    **{name: values_R[part.entries_N] for name, values_R in columns.items()},
-                )
-            )
+        for part, values in zip(parts, inputs, strict=True):
+            output = self._loss(LossInputs(**self._predict(part), **values))
             totals.add(output)
             # FSDP averages gradients over ranks; the weights already hold the global denominator, so a sum is wanted.
             (output.loss * self._world_size).backward()
@@ -255,6 +341,19 @@ class FsdpTrainWorker:
         self._optimizer.step(lr)
         self._skipped_in_a_row = 0
         return found, "done"
+
+    def _predict(self, part: MicroBatch) -> dict[str, Tensor]:
+        """Log-probs of the predicted tokens with gradient; and entropies, and whole logits, where they are asked for."""
+        algorithm = self._config.algorithm
+        with_entropy = bool(algorithm.entropy_coef) or algorithm.observe_training_entropy
+        logprobs_N, *others = self._model(part, self._temperature, entropy=with_entropy, logits=self._is_custom)
+        found = {"logprobs_N": logprobs_N}
+        if with_entropy:
+            entropy_N = others.pop(0)
+            found["entropy_N"] = entropy_N if algorithm.entropy_coef else entropy_N.detach()
+        if self._is_custom:
+            found["logits_NV"] = others.pop(0)
+        return found
 
     def _refuse_further_skips(self, step: int, grad_norm: float) -> None:
         self._skipped_in_a_row += 1
@@ -310,7 +409,7 @@ class FsdpTrainWorker:
             np.flatnonzero(packed.trainable_B), packed.total_lengths_B, self._config.train.max_tokens_per_gpu
         ):
             part = packed.micro_batch(samples)
-            logprobs_N, _ = self._model(part.input_ids_BT, part.positions_N, part.targets_N, temperature)
+            (logprobs_N,) = self._model(part, temperature)
             logprobs_R[part.entries_N] = logprobs_N
         starts = packed.response_start_B.tolist()
         return [logprobs_R[s : s + max(0, len(q) - 1)].tolist() for s, q in zip(starts, sequences, strict=True)]

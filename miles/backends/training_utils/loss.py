@@ -1,71 +1,84 @@
-"""Which loss a run trains, and how much each token weighs in it."""
-
-# B samples, R response tokens of all samples end to end
+"""Which loss a run trains, from its settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from miles.backends.training_utils.loss_hub.policy_loss import PolicyLoss
+from miles.backends.training_utils.loss_hub.custom_loss import CustomLoss
+from miles.backends.training_utils.loss_hub.denominators import Denominator
+from miles.backends.training_utils.loss_hub.objectives import Bounds
+from miles.backends.training_utils.loss_hub.policy_loss import CorrectTerms, PolicyLoss
 from miles.backends.training_utils.loss_hub.records import LossInputs, LossOutput
-from miles.backends.training_utils.loss_hub.sft_loss import sft_loss
+from miles.backends.training_utils.loss_hub.sft_loss import SftLoss
+from miles.config.objectives import denominator_of, objective_of
 from miles.config.schema import AlgorithmConfig
+from miles.core.plugins import load_function
 
-LossFn = Callable[[LossInputs], LossOutput]
+
+class Loss(Protocol):
+    """A loss of one micro-batch."""
+
+    @property
+    def needs_trajectories(self) -> bool:
+        """Whether terms depend on the whole trajectory: then `LossInputs.other` must hold what is in other micro-batches."""
+        ...
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """The micro-batch's addend to the step's loss."""
+        ...
 
 
-def _policy_loss(algorithm: AlgorithmConfig) -> LossFn:
+def _policy_loss(algorithm: AlgorithmConfig, args: Any, correct_terms: CorrectTerms | None) -> Loss:
     return PolicyLoss(
-        clip_low=algorithm.eps_clip,
-        clip_high=algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
-        dual_clip=algorithm.eps_clip_c,
+        objective=objective_of(algorithm.advantage_estimator, algorithm.policy_objective),
+        bounds=Bounds(
+            clip_low=algorithm.eps_clip,
+            clip_high=algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
+            dual_clip=algorithm.eps_clip_c,
+            tau_pos=algorithm.sapo_tau_pos,
+            tau_neg=algorithm.sapo_tau_neg,
+            divergence=algorithm.dppo_divergence,
+            divergence_bound=algorithm.dppo_bound,
+        ),
+        opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
         entropy_coef=algorithm.entropy_coef,
         kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
         kl_kind=algorithm.kl_loss_type,
+        kl_unbiased=algorithm.use_unbiased_kl,
+        correct_terms=correct_terms,
     )
 
 
-LOSSES: dict[str, Callable[[AlgorithmConfig], LossFn]] = {
+def _sft_loss(algorithm: AlgorithmConfig, args: Any, correct_terms: CorrectTerms | None) -> Loss:
+    return SftLoss()
+
+
+def _custom_loss(algorithm: AlgorithmConfig, args: Any, correct_terms: CorrectTerms | None) -> Loss:
+    assert algorithm.custom_loss_function_path is not None
+    return CustomLoss(load_function(algorithm.custom_loss_function_path), args)
+
+
+LOSSES: dict[str, Callable[[AlgorithmConfig, Any, CorrectTerms | None], Loss]] = {
     "policy_loss": _policy_loss,
-    "sft_loss": lambda algorithm: sft_loss,
+    "sft_loss": _sft_loss,
+    "custom_loss": _custom_loss,
 }
+"""Every value of `--loss-type`."""
 
 
-def build_loss(algorithm: AlgorithmConfig) -> LossFn:
-    """The loss that `algorithm.loss_type` names."""
-    return LOSSES[algorithm.loss_type](algorithm)
+def build_loss(algorithm: AlgorithmConfig, *, args: Any = None, correct_terms: CorrectTerms | None = None) -> Loss:
+    """The loss that `algorithm.loss_type` names; `args` is what users' functions get, `correct_terms` their correction."""
+    return LOSSES[algorithm.loss_type](algorithm, args, correct_terms)
 
 
-def token_weights(
-    mask_R: NDArray[np.float32],
-    sample_of_R: NDArray[np.int64],
-    trajectory_B: NDArray[np.int64],
-    steps: Sequence[NDArray[np.int64]],
-    *,
-    per_token: bool,
-) -> NDArray[np.float32]:
-    """Each response token's weight in the loss of its optimizer step, over the whole step: all micro-batches, all ranks.
-
-    `steps` lists the samples of each optimizer step; a trajectory lies within one step. By default a trajectory's tokens
-    share weight 1 / (trajectories of the step with a trainable token), however many samples the trajectory is split into.
-    `per_token` weighs every trainable token of the step alike. The weights of a step sum to 1, or to 0 when it has no
-    trainable token. Returns [R].
-    """
-    step_of_B = np.full(len(trajectory_B), -1, dtype=np.int64)
-    for number, samples in enumerate(steps):
-        step_of_B[samples] = number
-    mask = mask_R.astype(np.float64) * (step_of_B[sample_of_R] >= 0)
-    _, trajectory_B = np.unique(trajectory_B, return_inverse=True)
-    if per_token:
-        total = np.bincount(step_of_B[sample_of_R] + 1, weights=mask, minlength=len(steps) + 1)
-        denominator_B = total[step_of_B + 1]
-    else:
-        tokens = np.bincount(trajectory_B[sample_of_R], weights=mask, minlength=len(trajectory_B))
-        step_of_trajectory = np.full(len(tokens), -1, dtype=np.int64)
-        step_of_trajectory[trajectory_B] = step_of_B
-        counted = np.bincount(step_of_trajectory + 1, weights=tokens > 0, minlength=len(steps) + 1)
-        denominator_B = tokens[trajectory_B] * counted[step_of_B + 1]
-    return (mask / np.maximum(denominator_B, 1.0)[sample_of_R]).astype(np.float32)
+def build_denominator(algorithm: AlgorithmConfig, *, max_response_len: int) -> Denominator:
+    """What the loss is divided by; `max_response_len` is the constant of `constant` unless one is given."""
+    kind = denominator_of(
+        algorithm.advantage_estimator,
+        algorithm.loss_denominator,
+        per_token=algorithm.calculate_per_token_loss,
+        supervised=algorithm.loss_type == "sft_loss",
+    )
+    constant = max_response_len if algorithm.loss_constant is None else algorithm.loss_constant
+    return Denominator(kind=kind, constant=float(constant))

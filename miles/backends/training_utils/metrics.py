@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 import torch.distributed as dist
 
@@ -9,56 +11,75 @@ from miles.backends.training_utils.loss_hub.records import LossOutput
 
 
 class StepMetrics:
-    """Addends of one optimizer step. Every rank adds the same names, if only zeros."""
+    """Addends of one optimizer step."""
 
     def __init__(self) -> None:
-        self._weighted: dict[str, float] = {}
-        self._token_sums: dict[str, float] = {}
-        self._maxima: dict[str, float] = {}
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        """What is reported as it adds up."""
+        self._token_sums: defaultdict[str, float] = defaultdict(float)
+        self._shares: defaultdict[str, float] = defaultdict(float)
+        self._share_counts: defaultdict[str, float] = defaultdict(float)
+        self._maxima: defaultdict[str, float] = defaultdict(lambda: float("-inf"))
         self._num_tokens = 0
 
     def add(self, output: LossOutput) -> None:
         """Add a micro-batch."""
         self._num_tokens += output.num_tokens
-        for name, value in {"loss": output.loss.detach(), **output.weighted}.items():
-            self._weighted[name] = self._weighted.get(name, 0.0) + float(value)
+        for name, value in {"loss": output.loss.detach(), **output.weighted, **output.counts}.items():
+            self._sums[name] += float(value)
         for name, value in output.token_sums.items():
-            self._token_sums[name] = self._token_sums.get(name, 0.0) + float(value)
+            self._token_sums[name] += float(value)
+        for name, (value, count) in output.shares.items():
+            self._shares[name] += float(value)
+            self._share_counts[name] += float(count)
         for name, values in output.maxima.items():
-            largest = float(values.max()) if values.numel() else float("-inf")
-            self._maxima[name] = max(self._maxima.get(name, float("-inf")), largest)
+            self._maxima[name] = max(self._maxima[name], float(values.max()) if values.numel() else float("-inf"))
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """Values of the whole step, equal on all ranks of `group` (None: this process alone).
 
-        Collective. Token means and maxima are left out when no rank has a trainable token.
+        Collective. Ranks need not have the same names. Means and maxima are left out when no rank has a trainable token.
         """
-        sums = torch.tensor(
-            [*self._weighted.values(), *self._token_sums.values(), self._num_tokens], dtype=torch.float64
-        )
-        maxima = torch.tensor(list(self._maxima.values()), dtype=torch.float64)
-        if group is not None and group.size() > 1:
+        tables = (self._sums, self._token_sums, self._shares, self._share_counts, self._maxima)
+        shared = group is not None and group.size() > 1
+        if shared:
+            self._share_names(tables, group)
+        names = [sorted(table) for table in tables]
+        added = [table[name] for table, keys in zip(tables[:4], names[:4], strict=True) for name in keys]
+        sums = torch.tensor([*added, float(self._num_tokens)], dtype=torch.float64)
+        maxima = torch.tensor([self._maxima[name] for name in names[4]], dtype=torch.float64)
+        if shared:
             dist.all_reduce(sums, group=group)
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         *values, num_tokens = sums.tolist()
-        num_weighted = len(self._weighted)
-        result = dict(zip(self._weighted, values[:num_weighted], strict=True))
+        parts = iter(values)
+        totals, token_sums, shares, counts = ({name: next(parts) for name in keys} for keys in names[:4])
+        result = totals
         if num_tokens:
-            means = values[num_weighted:]
-            result |= {name: value / num_tokens for name, value in zip(self._token_sums, means, strict=True)}
-            result |= dict(zip(self._maxima, maxima.tolist(), strict=True))
+            result |= {name: value / num_tokens for name, value in token_sums.items()}
+            result |= {name: value / counts[name] for name, value in shares.items() if counts[name]}
+            result |= dict(zip(names[4], maxima.tolist(), strict=True))
         result["trainable_tokens"] = num_tokens
         return result
 
+    def _share_names(self, tables: tuple[defaultdict[str, float], ...], group: dist.ProcessGroup | None) -> None:
+        """Give every rank an entry for each name that another rank has."""
+        gathered: list[list[list[str]]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(gathered, [list(table) for table in tables], group=group)
+        for rank in gathered:
+            for table, keys in zip(tables, rank, strict=True):
+                for name in keys:
+                    table[name] = table[name]
+
 
 def mean_over_steps(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Average each metric over the steps that have it; maxima (`*_max`) keep the largest, token counts add up."""
+    """Average each metric over the steps that have it; maxima (`*_max`) keep the largest, counts (`*_tokens`) add up."""
     result: dict[str, float] = {}
     for name in dict.fromkeys(name for step in steps for name in step):
         values = [step[name] for step in steps if name in step]
         if name.endswith("_max"):
             result[name] = max(values)
-        elif name == "trainable_tokens":
+        elif name.endswith("_tokens"):
             result[name] = sum(values)
         else:
             result[name] = sum(values) / len(values)

@@ -339,14 +339,15 @@ def test_checks_that_need_a_wrong_setting_are_skipped_and_others_run():
 def test_every_check_is_listed():
     import inspect
 
-    from miles.config import checks
-
-    rules = [f for _, f in inspect.getmembers(checks, inspect.isfunction) if f.__module__ == checks.__name__]
+    modules = {f.__module__: inspect.getmodule(f) for f in CHECKS}
+    rules = [
+        f for m in modules.values() for _, f in inspect.getmembers(m, inspect.isfunction) if f.__module__ in modules
+    ]
     takes_config_only = [f for f in rules if list(inspect.signature(f).parameters) == ["cfg"]]
     assert {f.__name__ for f in takes_config_only} == {f.__name__ for f in CHECKS}
 
 
 def test_one_sample_of_a_prompt_has_nothing_to_be_compared_with():
     (problem,) = problems(*OK, "--n-samples-per-prompt", "1")
-    assert "rollout.n_samples_per_prompt: one sample of a prompt has nothing to be compared with" in problem
+    assert "rollout.n_samples_per_prompt: grpo compares the samples of a prompt" in problem
     assert "--disable-rewards-normalization" in problem

@@ -15,7 +15,7 @@ import torch
 
 from miles.backends.fsdp_utils.model import load_policy
 from miles.backends.fsdp_utils.worker import FsdpTrainWorker
-from tests.fast.fsdp.support import make_batch, make_config, make_samples
+from tests.fast.fsdp.support import make_batch, make_config, make_samples, make_split_samples, with_log_probs
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -86,7 +86,17 @@ def loads(rank: Rank) -> None:
         worker.save(f"{rank.out}/again")
 
 
-STORIES = {"trains": trains, "resumes": resumes, "loads": loads}
+def splits(rank: Rank) -> None:
+    """A step on trajectories that several micro-batches hold, off the policy that sampled."""
+    with rank.worker() as worker:
+        samples = make_split_samples()
+        scores = worker.score([s["tokens"] for s in samples], 1.0)
+        shifted = [[x - 0.3 + 0.1 * (t % 5) for t, x in enumerate(row)] for row in scores]
+        rank.note("split", worker.train(make_batch(with_log_probs(samples, shifted)), 0))
+        worker.save(f"{rank.out}/split")
+
+
+STORIES = {"trains": trains, "resumes": resumes, "loads": loads, "splits": splits}
 
 
 def play(case: dict, out: Path) -> None:

@@ -71,6 +71,12 @@ def make_samples(n=8, seed=0) -> list[dict]:
     return samples
 
 
+def make_split_samples(n=6) -> list[dict]:
+    """Trajectories of two samples each, which small micro-batches tear apart."""
+    samples = make_samples(n)
+    return [{**s, "trajectory": b // 2, "reward": samples[b // 2]["reward"]} for b, s in enumerate(samples)]
+
+
 def make_batch(samples: list[dict]) -> TrainBatch:
     kinds = {
         "tokens": ("token", "int64"),

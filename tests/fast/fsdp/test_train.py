@@ -90,7 +90,7 @@ def test_two_optimizer_steps_equal_a_plain_training_loop(model_folder, tmp_path,
     assert largest_difference(ours, theirs) < 2e-6
     assert metrics["train/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
     assert metrics["train/lr"] == pytest.approx(0.9)
-    assert metrics["train/clipfrac"] > 0
+    assert metrics["train/pg_clipfrac"] > 0
 
 
 def train_once(model_folder, tmp_path, samples, **sections):

@@ -31,6 +31,26 @@ def test_token_means_are_sum_over_count_not_mean_of_means():
     }
 
 
+def test_shares_are_divided_by_their_own_count_and_numbers_add_up():
+    metrics = StepMetrics()
+    for value, count, dropped in ((1.5, 2.0, 1), (0.5, 1.0, 0)):
+        metrics.add(
+            LossOutput(
+                loss=torch.tensor(0.0),
+                shares={
+                    "ess_ratio": (torch.tensor(value), torch.tensor(count)),
+                    "none": (torch.zeros(()), torch.zeros(())),
+                },
+                counts={"dropped_tokens": dropped},
+                num_tokens=4,
+            )
+        )
+    found = metrics.reduce()
+    assert found["ess_ratio"] == pytest.approx(2 / 3)
+    assert found["dropped_tokens"] == 1
+    assert "none" not in found
+
+
 def test_steps_are_averaged_maxima_kept_and_tokens_added():
     steps = [{"loss": 1.0, "ratio_max": 2.0, "trainable_tokens": 3.0}, {"loss": 3.0, "trainable_tokens": 0.0}]
     assert mean_over_steps(steps) == {"loss": 2.0, "ratio_max": 2.0, "trainable_tokens": 3.0}

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from miles.backends.training_utils.loss_hub.records import LossInputs, LossOutput
 
 
-def sft_loss(inputs: LossInputs) -> LossOutput:
+@dataclass(frozen=True, slots=True)
+class SftLoss:
     """loss = sum of weights x -logprobs; masked tokens are not read."""
-    weights_N, trainable_N = inputs.weights_N, inputs.weights_N != 0
-    logprobs_N = torch.where(trainable_N, inputs.logprobs_N, torch.zeros_like(inputs.logprobs_N))
-    entropy_N = torch.where(trainable_N, inputs.entropy_N, torch.zeros_like(inputs.entropy_N))
-    return LossOutput(
-        loss=-(weights_N * logprobs_N).sum(),
-        weighted={"entropy": (weights_N * entropy_N).sum().detach()},
-        num_tokens=int(trainable_N.sum()),
-    )
+
+    @property
+    def needs_trajectories(self) -> bool:
+        """A token's term depends on nothing else."""
+        return False
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """The loss of a micro-batch."""
+        weights_N, trainable_N = inputs.weights_N, inputs.weights_N != 0
+        loss = -(weights_N * torch.where(trainable_N, inputs.logprobs_N, 0)).sum()
+        weighted = {}
+        if inputs.entropy_N is not None:
+            weighted["entropy_loss"] = (weights_N * torch.where(trainable_N, inputs.entropy_N, 0)).sum().detach()
+        return LossOutput(loss=loss, weighted=weighted, num_tokens=int(trainable_N.sum()))

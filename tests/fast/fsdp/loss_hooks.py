@@ -1,0 +1,63 @@
+"""Functions that tests name by `--custom-loss-function-path`, `--custom-tis-function-path` and `--custom-advantage-function-path`."""
+
+import torch
+
+
+def policy_gradient(args, batch, logits, reducer):
+    logprobs = torch.log_softmax(logits, -1).gather(1, batch["targets"][:, None]).squeeze(1)
+    ratio = (logprobs - batch["log_probs"]).exp()
+    return reducer(-ratio * batch["advantages"]), {"mean_ratio": reducer(ratio.detach())}
+
+
+def no_gradient(args, batch, logits, reducer):
+    return reducer(batch["advantages"]), {}
+
+
+def no_metrics(args, batch, logits, reducer):
+    return reducer(logits[:, 0])
+
+
+def odd_metric(args, batch, logits, reducer):
+    return reducer(logits[:, 0]), {"many": logits[:, 0]}
+
+
+def breaks(args, batch, logits, reducer):
+    return batch["log_prob"], {}
+
+
+def breaks_too(*, args, pg_loss, **kwargs):
+    return kwargs["log_probs"], None, {}
+
+
+def truncate(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs):
+    old, rollout = torch.cat(train_log_probs), torch.cat(rollout_log_probs)
+    weights = (old - rollout).exp().clamp(max=args.tis_clip)
+    return pg_loss * weights, None, {"hook_weight": weights, "hook_number": 2.0}
+
+
+def reject(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, response_lengths, **kwargs):
+    assert [len(m) for m in loss_masks] == response_lengths
+    masks = [
+        mask * ((old - rollout).exp() <= 1.2).to(mask.dtype)
+        for mask, old, rollout in zip(loss_masks, train_log_probs, rollout_log_probs, strict=True)
+    ]
+    return (
+        pg_loss * torch.cat([(o - r).exp() for o, r in zip(train_log_probs, rollout_log_probs, strict=True)]),
+        masks,
+        {},
+    )
+
+
+def forget_masks(*, args, pg_loss, **kwargs):
+    return pg_loss, [], {}
+
+
+def forget_metrics(*, args, pg_loss, **kwargs):
+    return pg_loss
+
+
+def advantages(args, rollout_data):
+    rollout_data["advantages"] = [
+        reward * torch.ones(length)
+        for reward, length in zip(rollout_data["rewards"], rollout_data["response_lengths"], strict=True)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,4 +34,7 @@ def draw_curve(path: str | Path, title: str, series: Mapping[str, Points]) -> No
         axes.legend(loc="lower right")
     png = io.BytesIO()
     FigureCanvasAgg(figure).print_png(png)
-    write_whole(path, png.getvalue())
+    content = png.getvalue()
+    del figure, axes, png
+    gc.collect(1)  # a figure refers to itself, so that 20 MB of old ones would wait for the oldest generation's turn
+    write_whole(path, content)

@@ -1,3 +1,4 @@
+import gc
 import json
 import math
 
@@ -67,3 +68,10 @@ def test_a_run_resumed_in_its_folder_goes_on_with_its_rows_and_curve(tmp_path, m
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 2]
     resumed.close()
     assert drawn == {"rollout/reward": [(0, 0.0), (1, 0.125), (2, 0.75)], "eval/a": [(0, 0.5), (2, 0.5)]}
+
+
+def test_a_drawing_leaves_nothing_in_memory(tmp_path):
+    tracker_module.draw_curve(tmp_path / "curve.png", "t", {"rollout/reward": [(0, 0.5), (1, 0.6)]})
+    from matplotlib.figure import Figure
+
+    assert [found for found in gc.get_objects() if isinstance(found, Figure)] == []

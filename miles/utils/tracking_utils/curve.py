@@ -36,5 +36,5 @@ def draw_curve(path: str | Path, title: str, series: Mapping[str, Points]) -> No
     FigureCanvasAgg(figure).print_png(png)
     content = png.getvalue()
     del figure, axes, png
-    gc.collect(1)  # a figure refers to itself, so that 20 MB of old ones would wait for the oldest generation's turn
+    gc.collect(1)  # a figure refers to itself, so that 30 MB of old ones would wait for the oldest generation's turn
     write_whole(path, content)

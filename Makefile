@@ -16,7 +16,7 @@ help:
 	@echo "make smollm2      write a real model and word problems to runs/smollm2"
 	@echo "make test         every check: lint, types, architecture, fast tests"
 	@echo "make test-slow    the tests that take longer"
-	@echo "make bench        engine and step-time benchmarks; figures of docs/performance.md"
+	@echo "make bench        engine, step, packing and loss benchmarks; figures of docs/performance.md"
 	@echo "make docs         write the generated pages anew"
 
 install: $(STAMP)
@@ -62,6 +62,8 @@ docs: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/engine_vs_generate.py
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/loss_path.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

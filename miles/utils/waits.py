@@ -170,9 +170,8 @@ class Waits:
                         next_report = waited + self._report_s
                         await self._tell(owner, name, waited)
             finally:
-                if not task.done():
-                    task.add_done_callback(_forget)
-                    task.cancel()
+                task.add_done_callback(_forget)  # also of one that failed in the moment in which this wait was cancelled
+                task.cancel()
 
     async def _tell(self, owner: str, name: str, waited: float) -> None:
         text = f"  waiting for {owner}: {name}, {waited:.0f} s so far"
@@ -190,6 +189,6 @@ class Waits:
 
 
 def _forget(task: asyncio.Future[Any]) -> None:
-    """Take note of how something given up ended, so that asyncio does not report it as never looked at."""
+    """Take note of how something ended that nobody may wait for any more, or asyncio reports it as never looked at."""
     if not task.cancelled():
         task.exception()

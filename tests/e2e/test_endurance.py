@@ -34,7 +34,7 @@ def long_run(task: Path, model: Path, run_dir: Path, *, kill_every: int | None) 
     train = TrainProcess(
         str(RECIPES / "quickstart-grpo.yaml"), "--run-dir", str(run_dir),
         "--hf-checkpoint", str(model), "--prompt-data", str(task / "train.jsonl"),
-        "--num-rollout", str(STEPS), "--save-interval", "100",
+        "--num-rollout", str(STEPS), "--save-interval", "100", "--eval-interval", "null",
     )  # fmt: skip
     resident: dict[str, list[tuple[int, int]]] = defaultdict(list)
     seen = -1

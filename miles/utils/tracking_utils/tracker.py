@@ -36,7 +36,7 @@ class RunTracker:
         if (run_dir / "metrics.jsonl").is_file():
             for _, row in read_jsonl(run_dir / "metrics.jsonl"):
                 self._add_points(row["step"], row)
-        self._drawn_at = time.monotonic()
+        self._drawn_at: float | None = None
         self._step_at: float | None = None
         self._curve_told = False
         self._board: TensorBoardWriter | None = None
@@ -65,7 +65,7 @@ class RunTracker:
                 self._board = None
         self._add_points(step, metrics)
         self._console.metrics(step, metrics)
-        if now - self._drawn_at > CURVE_INTERVAL_S:
+        if self._drawn_at is None or now - self._drawn_at > CURVE_INTERVAL_S:
             self._draw()
 
     def _add_points(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -87,9 +87,9 @@ class RunTracker:
             self._board.close()
 
     def _draw(self) -> None:
-        self._drawn_at = time.monotonic()
         if not self._series:
             return
+        self._drawn_at = time.monotonic()
         try:
             draw_curve(
                 self._curve_path, self._name, {name: [*points.items()] for name, points in self._series.items()}

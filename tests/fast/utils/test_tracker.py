@@ -31,6 +31,15 @@ def test_values_that_are_not_finite_become_null_and_the_json_stays_valid(tmp_pat
     assert (row["a"], row["b"], row["c"]) == (None, None, 1.0)
 
 
+def test_the_curve_is_there_from_the_first_reward_on(tmp_path):
+    tracker = RunTracker(tmp_path, "t", Console(), use_tensorboard=False)
+    tracker.log(-1, {"perf/update_weights_time": 0.1})
+    assert not (tmp_path / "curve.png").exists()
+    tracker.log(0, {"rollout/reward": 0.5})
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    tracker.close()
+
+
 def test_the_console_shows_step_reward_lengths_speed_and_time_left(capsys, tmp_path):
     console = Console()
     console.start(range(4))

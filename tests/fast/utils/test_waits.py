@@ -153,3 +153,23 @@ def test_what_is_given_up_is_not_reported_as_an_error_never_looked_at(caplog):
     asyncio.run(story())
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+def test_nor_is_what_fails_in_the_moment_in_which_its_wait_is_cancelled(caplog):
+    async def story():
+        answer = asyncio.get_running_loop().create_future()
+
+        async def died():
+            return await answer
+
+        waits = Waits(report_s=5, deadline_s=5, report=print)
+        waiting = asyncio.create_task(waits.on("rollout manager", "generate", died()))
+        await asyncio.sleep(0.01)
+        answer.set_exception(OSError("the actor died"))
+        asyncio.get_running_loop().call_soon(waiting.cancel)  # after `died` has failed, before its wait is told
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(story())
+    gc.collect()
+    assert "never retrieved" not in caplog.text

@@ -170,7 +170,7 @@ class Waits:
                         next_report = waited + self._report_s
                         await self._tell(owner, name, waited)
             finally:
-                task.add_done_callback(_forget)  # also of one that failed in the moment in which this wait was cancelled
+                task.add_done_callback(_forget)  # also of one that fails as this wait is cancelled
                 task.cancel()
 
     async def _tell(self, owner: str, name: str, waited: float) -> None:

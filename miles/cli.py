@@ -13,6 +13,7 @@ USAGE = """usage: miles VERB ...
 
   miles train [RECIPE.yaml ...] [--flag value ...]   train a model; `miles train --help` lists every setting
   miles verify-resume [RECIPE.yaml ...] [--flag value ...]   kill a run, resume it, and compare
+  miles doctor loss [RECIPE.yaml ...] [--flag value ...]   prove that the loss does not depend on how work is split
   miles --version
 """
 
@@ -30,6 +31,10 @@ def main() -> None:
         from miles.verify_resume.main import main as verify_resume
 
         raise SystemExit(verify_resume(argv[1:]))
+    if argv[:1] == ["doctor"]:
+        from miles.doctor.main import main as doctor
+
+        raise SystemExit(doctor(argv[1:]))
     if not argv or argv[0] not in VERBS:
         found = f"no verb {argv[0]!r}\n" if argv else ""
         print(f"{found}{USAGE}", end="", file=sys.stderr)

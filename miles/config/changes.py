@@ -9,13 +9,14 @@ from typing import Any, cast
 from miles.config.schema import RunConfig
 from miles.config.walk import leaves
 
-SECTIONS = {"model", "data", "rollout", "reward", "algorithm", "train", "optimizer"}
+SECTIONS = {"model", "data", "rollout", "reward", "algorithm", "critic", "train", "optimizer"}
 SINGLE = {"run.deterministic", "engine.dtype"}
 WITHOUT_EFFECT = {
     "model.gradient_checkpointing",
     "rollout.max_group_retries",
     "reward.timeout_s",
     "reward.num_workers",
+    "critic.save",
     "train.max_tokens_per_gpu",
     "train.balance_data",
     "train.balance_by_flops",

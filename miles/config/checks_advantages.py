@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 
 from miles.config.estimators import ESTIMATORS, EstimatorFacts, group_baseline
 from miles.config.known import Check
-from miles.config.schema import RunConfig
+from miles.config.resources import saves, trains_critic
+from miles.config.schema import AlgorithmConfig, RunConfig
+from miles.config.walk import leaves
 from miles.errors import Issue
 
 
@@ -35,12 +37,6 @@ def estimator_has_what_it_needs(cfg: RunConfig) -> Iterator[Issue]:
     name = cfg.algorithm.advantage_estimator
     if cfg.algorithm.loss_type == "sft_loss" or cfg.algorithm.custom_advantage_function_path is not None:
         return
-    if ESTIMATORS[name].needs_values:
-        yield Issue(
-            "algorithm.advantage_estimator",
-            f"{name} needs a critic, and no critic is trained",
-            f"one of {_names(lambda facts: not facts.needs_values)}",
-        )
     if ESTIMATORS[name].must_whiten and not cfg.algorithm.normalize_advantages:
         yield Issue(
             "algorithm.normalize_advantages",
@@ -79,6 +75,44 @@ def settings_of_the_estimator_are_read(cfg: RunConfig) -> Iterator[Issue]:
         yield Issue("algorithm.lambd", f"{name} has no critic, so {algorithm.lambd} has no effect", "--lambd 1")
 
 
+def critic_settings_have_their_effect(cfg: RunConfig) -> Iterator[Issue]:
+    critic = cfg.critic
+    if not trains_critic(cfg):
+        for leaf in leaves():
+            if leaf.section == "critic" and (value := getattr(critic, leaf.path.partition(".")[2])) != leaf.default:
+                yield Issue(
+                    leaf.path,
+                    f"{value}, but {_without_critic(cfg.algorithm)} trains no critic",
+                    f"leave out {leaf.flag}, or --advantage-estimator ppo",
+                )
+        return
+    steps = cfg.rollout.num_rollout
+    if steps is not None and critic.num_only_steps > steps:
+        yield Issue(
+            "critic.num_only_steps",
+            f"{critic.num_only_steps} is more than the {steps} steps of the run",
+            f"--num-critic-only-steps below {steps}, so that the policy is trained too",
+        )
+    decay, warmup = cfg.optimizer.lr_decay_iters, critic.lr_warmup_iters
+    if decay is not None and decay < warmup:
+        yield Issue(
+            "critic.lr_warmup_iters",
+            f"the critic's warm-up ends at step {warmup}, after the decay does at {decay}",
+            f"--critic-lr-warmup-iters {decay} or less",
+        )
+    if critic.save is not None and not (saves(cfg) and cfg.checkpoint.save_hf):
+        yield Issue(
+            "critic.save",
+            "is written when a model in Hugging Face format is put into a checkpoint, which this run never does",
+            "--save-interval STEPS, without --save-hf false",
+        )
+
+
+def _without_critic(algorithm: AlgorithmConfig) -> str:
+    supervised = algorithm.loss_type == "sft_loss"
+    return "--loss-type sft_loss" if supervised else f"--advantage-estimator {algorithm.advantage_estimator}"
+
+
 def overlong_penalty_applies(cfg: RunConfig) -> Iterator[Issue]:
     reward, limit = cfg.reward, cfg.rollout.max_response_len
     if reward.overlong_buffer_len is None:
@@ -111,5 +145,6 @@ ADVANTAGE_CHECKS: tuple[Check, ...] = (
     samples_can_be_compared,
     estimator_has_what_it_needs,
     settings_of_the_estimator_are_read,
+    critic_settings_have_their_effect,
     overlong_penalty_applies,
 )

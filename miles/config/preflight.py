@@ -21,6 +21,7 @@ from miles.config.resources import (
     saves,
 )
 from miles.config.schema import DataConfig, RunConfig
+from miles.config.walk import leaves
 from miles.errors import CheckpointError, Issue
 from miles.utils import checkpoint_folder, run_record
 from miles.utils.jsonl import split_slice
@@ -47,6 +48,11 @@ def model_is_complete(cfg: RunConfig) -> Iterator[Issue]:
 def reference_is_complete(cfg: RunConfig) -> Iterator[Issue]:
     if cfg.model.ref_load is not None:
         yield from _model_folder("model.ref_load", cfg.model.ref_load, tokenizer=False)
+
+
+def critic_is_complete(cfg: RunConfig) -> Iterator[Issue]:
+    if cfg.critic.load is not None:
+        yield from _model_folder("critic.load", cfg.critic.load, tokenizer=False)
 
 
 def chat_template_exists(cfg: RunConfig) -> Iterator[Issue]:
@@ -202,7 +208,7 @@ def router_port_is_free(cfg: RunConfig) -> Iterator[Issue]:
 
 def _model_folder(setting: str, path: str, *, tokenizer: bool) -> Iterator[Issue]:
     folder = Path(path)
-    flag = "--" + setting.partition(".")[2].replace("_", "-")
+    flag = next(leaf.flag for leaf in leaves() if leaf.path == setting)
     if not folder.is_dir():
         problem = f"{path} is a file, not a folder" if folder.is_file() else f"{path}: no such folder"
         hub = path.count("/") == 1 and not path.startswith((".", "/", "~")) and not folder.parent.exists()
@@ -309,6 +315,7 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 PREFLIGHT: tuple[Check, ...] = (
     model_is_complete,
     reference_is_complete,
+    critic_is_complete,
     chat_template_exists,
     lengths_fit_the_model,
     prompts_exist,

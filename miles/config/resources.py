@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from miles.config.schema import RunConfig
+from miles.config.estimators import ESTIMATORS
+from miles.config.schema import OptimizerConfig, RunConfig
 from miles.utils.model_dtype import model_dtype
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -59,6 +60,18 @@ def num_engines(cfg: RunConfig) -> int:
 def num_train_ranks(cfg: RunConfig) -> int:
     """Trainer processes that the run starts."""
     return 0 if cfg.debug.rollout_only else cfg.cluster.train_ranks
+
+
+def trains_critic(cfg: RunConfig) -> bool:
+    """Whether the trainer has a critic beside the policy."""
+    return cfg.algorithm.loss_type != "sft_loss" and ESTIMATORS[cfg.algorithm.advantage_estimator].needs_values
+
+
+def critic_optimizer(cfg: RunConfig) -> OptimizerConfig:
+    """The optimizer settings of the critic: the policy's with its own learning rate and warm-up, and a decay in proportion."""
+    policy, lr = cfg.optimizer, cfg.optimizer.lr if cfg.critic.lr is None else cfg.critic.lr
+    min_lr = policy.min_lr / policy.lr * lr if policy.lr else 0.0
+    return policy.model_copy(update={"lr": lr, "min_lr": min_lr, "lr_warmup_iters": cfg.critic.lr_warmup_iters})
 
 
 def engine_dtype(cfg: RunConfig) -> str:

@@ -245,6 +245,23 @@ class AlgorithmConfig(ConfigModel):
     """With `--use-rollout-logprobs`, make the trainer's pass nevertheless and report how far the engine's are from it."""
 
 
+class CriticConfig(ConfigModel):
+    """The critic of `--advantage-estimator ppo`: a second model in the trainer's processes, with a value in place of logits."""
+
+    load: Annotated[str | None, Flag("--critic-load")] = None
+    """Folder that the critic starts from: of a language model, whose values are all 0 then, or one that `--critic-save` wrote; unset takes `--hf-checkpoint`."""
+    save: Annotated[str | None, Flag("--critic-save")] = None
+    """Folder that gets the critic in Hugging Face format with every checkpoint, in place of the one before; unset keeps it in checkpoints alone."""
+    lr: Annotated[NonNegativeFloat | None, Flag("--critic-lr")] = None
+    """The critic's learning rate after warm-up; unset takes `--lr`. It decays in proportion to the policy's."""
+    lr_warmup_iters: Annotated[NonNegativeInt, Flag("--critic-lr-warmup-iters")] = 0
+    """Optimizer steps over which the critic's learning rate rises from 0."""
+    value_clip: Annotated[PositiveFloat, Flag("--value-clip")] = 0.2
+    """How far the steps of one rollout pull a value towards its return, in units of the reward."""
+    num_only_steps: Annotated[NonNegativeInt, Flag("--num-critic-only-steps")] = 0
+    """First rollout steps that train the critic alone and leave the policy as it is."""
+
+
 class CorrectionConfig(ConfigModel):
     """Importance weights and rejections for samples of another policy than the trainer's: the engine's numerics, or stale weights."""
 
@@ -475,6 +492,7 @@ class RunConfig(ConfigModel):
     router: RouterConfig = RouterConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     correction: CorrectionConfig = CorrectionConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -25,12 +25,21 @@ from miles.errors import CheckpointError, TrainingError
 PREFIX = "hf."
 
 
-class PolicyModel(nn.Module):
-    """The model and its output head in one forward, so that FSDP gathers the head's weight for the log-probs."""
+class DecoderModel(nn.Module):
+    """A Hugging Face model, and what is made of its hidden states, as one module to shard."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that it knows."""
+        return int(self.hf.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
+
+
+class PolicyModel(DecoderModel):
+    """The model and its output head in one forward, so that FSDP gathers the head's weight for the log-probs."""
 
     def forward(
         self, part: MicroBatch, temperature: float, *, entropy: bool = False, logits: bool = False
@@ -63,10 +72,6 @@ class PolicyModel(nn.Module):
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         width = config.num_attention_heads * size
         return SequenceFlops(2.0 * (matrices - embedding + head), 2.0 * config.num_hidden_layers * width)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.hf.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
 
 
 def ties_embeddings(folder: str | Path) -> bool:
@@ -117,7 +122,7 @@ def load_policy(
     return model, expected
 
 
-def shard(model: PolicyModel, mesh: DeviceMesh, *, bf16: bool = False) -> None:
+def shard(model: DecoderModel, mesh: DeviceMesh, *, bf16: bool = False) -> None:
     """Shard each decoder layer and the rest over `mesh`.
 
     With `bf16` the layers compute in bfloat16 with rounded weights, while the shards and the sums of gradients, over

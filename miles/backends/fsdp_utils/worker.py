@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -22,15 +22,18 @@ from torch.distributed.tensor import DTensor
 from transformers.utils.logging import disable_progress_bar
 
 from miles.backends.fsdp_utils.checkpoint import MODEL, RankState, SavedTrainer, load_trainer
+from miles.backends.fsdp_utils.critic import Critic, require_same_critic
 from miles.backends.fsdp_utils.hf_folder import require_same_names, write_model_folder
 from miles.backends.fsdp_utils.model import PolicyModel, hf_tensors, load_policy, shard
 from miles.backends.fsdp_utils.optimizer import ShardedAdamW
+from miles.backends.fsdp_utils.steps import Outcome, SkipLimit, optimizer_step
 from miles.backends.training_utils.checks import check_batch, refuse_non_finite
 from miles.backends.training_utils.ci_checks import CiChecks
 from miles.backends.training_utils.loss import build_denominator, build_loss
-from miles.backends.training_utils.loss_hub.records import LossInputs, OtherTokens
+from miles.backends.training_utils.loss_hub.records import LossInputs, LossOutput, OtherTokens
+from miles.backends.training_utils.loss_hub.value_loss import explained_variance
 from miles.backends.training_utils.lr_schedule import learning_rate
-from miles.backends.training_utils.metrics import StepMetrics, mean_over_steps
+from miles.backends.training_utils.metrics import mean_over_steps
 from miles.backends.training_utils.packing import FlatBatch, MicroBatch
 from miles.backends.training_utils.parity import (
     ParityBounds,
@@ -40,14 +43,20 @@ from miles.backends.training_utils.parity import (
     explain,
     parity_error,
 )
-from miles.backends.training_utils.policy_columns import PolicyPreparation, layout_of, numbers, tokens_elsewhere
-from miles.backends.training_utils.schedule import plan_steps, split_into_micro_batches
-from miles.config.resources import engine_dtype, parity_bounds
+from miles.backends.training_utils.policy_columns import (
+    PolicyColumns,
+    PolicyPreparation,
+    layout_of,
+    numbers,
+    tokens_elsewhere,
+)
+from miles.backends.training_utils.schedule import StepPlan, plan_steps, split_into_micro_batches
+from miles.config.resources import engine_dtype, parity_bounds, trains_critic
 from miles.config.schema import RunConfig
 from miles.core.hook_args import HookArgs
 from miles.core.run_facts import RunFacts
 from miles.core.train_batch import TrainBatch
-from miles.errors import CheckpointError, TrainingError
+from miles.errors import CheckpointError, HookError
 from miles.utils.checkpoint_folder import cannot_write
 
 logger = logging.getLogger(__name__)
@@ -94,7 +103,7 @@ class FsdpTrainWorker:
         self._bounds = ParityBounds(*parity_bounds(config))
         self._ci = CiChecks(config.ci, self._bounds, bf16=config.train.bf16)
         self._num_steps = 0
-        self._skipped_in_a_row = 0
+        self._skips = SkipLimit(config.train.max_skipped_steps)
         self._copy: RankState | None = None
 
         self._folder = Path(config.model.hf_checkpoint)
@@ -126,6 +135,11 @@ class FsdpTrainWorker:
                 )
             self._reference.requires_grad_(False)
             shard(self._reference, mesh, bf16=config.train.bf16)
+        self._critic: Critic | None = None
+        if trains_critic(config):
+            self._critic = Critic(
+                config, mesh, total_optimizer_steps=total_optimizer_steps, vocab_size=self.vocab_size
+            )
 
     # Training
 
@@ -153,12 +167,13 @@ class FsdpTrainWorker:
         )
         steps = [[packed.micro_batch(part) for part in plan.micro_batches[self._rank]] for plan in plans]
         metrics: dict[str, float] = {}
-        columns: dict[str, Tensor] = {}
-        mask_R = packed.mask_R
+        found = PolicyColumns(values={}, mask_R=packed.mask_R, metrics={})
+        values_R = None
         if not self._is_sft:
-            columns, mask_R = self._policy_columns(
-                batch, packed, [part for parts in steps for part in parts], step, metrics
-            )
+            parts = [part for parts in steps for part in parts]
+            values_R = self._old_values(parts, packed, metrics)
+            found = self._policy_columns(batch, packed, parts, step, metrics, values_R)
+        mask_R = found.mask_R
         counted_R = packed.mask_R if self._config.correction.keep_denominator else mask_R
         weights = self._denominator.token_weights(
             counted_R,
@@ -169,12 +184,39 @@ class FsdpTrainWorker:
         )
         weights_R = torch.from_numpy(np.where(mask_R != 0, weights, 0)).float()
 
-        actor_started = time.perf_counter()
+        total_steps = self._total_steps
+        if self._critic is not None and values_R is not None:
+            # Steps that trained the critic alone are not part of the policy's schedule.
+            total_steps -= self._critic.num_steps - self._num_steps
+            returns_R = self._returns(found)
+            metrics |= self._critic.train(steps, weights_R, values_R, returns_R, step)
+            explained = explained_variance(values_R, returns_R, weights_R != 0)
+            if explained is not None:
+                metrics["train/explained_variance"] = explained
+        if self._critic is None or step >= self._config.critic.num_only_steps:
+            metrics |= self._train_policy(batch, packed, steps, plans, weights_R, found.values, step, total_steps)
+        metrics["train/optimizer_steps"] = float(self._num_steps)
+        metrics["perf/train_tokens_per_s"] = float(packed.total_lengths_B.sum()) / (time.perf_counter() - started)
+        return metrics
+
+    def _train_policy(
+        self,
+        batch: TrainBatch,
+        packed: FlatBatch,
+        steps: list[list[MicroBatch]],
+        plans: Sequence[StepPlan],
+        weights_R: Tensor,
+        columns: dict[str, Tensor],
+        step: int,
+        total_steps: int,
+    ) -> dict[str, float]:
+        """Every optimizer step of the policy, which makes `total_steps` over the whole run; returns its metrics."""
+        started = time.perf_counter()
         done: list[dict[str, float]] = []
         skipped = empty = 0
         lr = 0.0
         for number, (parts, plan) in enumerate(zip(steps, plans, strict=True)):
-            lr = learning_rate(self._config.optimizer, self._num_steps, self._total_steps)
+            lr = learning_rate(self._config.optimizer, self._num_steps, total_steps)
             entries = packed.trainable[np.isin(packed.sample_of_R[packed.trainable], plan.samples)]
             inputs = self._step_inputs(batch, packed, parts, entries, weights_R, columns)
             found, outcome = self._optimizer_step(parts, inputs, lr)
@@ -191,25 +233,39 @@ class FsdpTrainWorker:
             if outcome == "skipped":
                 skipped += 1
                 logger.warning("step %d: optimizer step skipped, gradient norm %s", step, found["grad_norm"])
-                self._refuse_further_skips(step, found["grad_norm"])
+            self._skips.count(outcome, step, found.get("grad_norm", 0.0))
+            if outcome == "skipped":
                 continue
             if outcome == "empty":
                 empty += 1
                 logger.warning("step %d: an optimizer step has no trainable token and was left out", step)
             done.append(found)
-        ended = time.perf_counter()
-
-        means = mean_over_steps(done)
-        metrics |= {f"train/{name}": value for name, value in means.items()}
-        metrics |= {
+        metrics = {f"train/{name}": value for name, value in mean_over_steps(done).items()}
+        return metrics | {
             "train/lr": lr,
-            "train/optimizer_steps": float(self._num_steps),
             "train/skipped_steps": float(skipped),
             "train/empty_steps": float(empty),
-            "perf/actor_train_time": ended - actor_started,
-            "perf/train_tokens_per_s": float(packed.total_lengths_B.sum()) / (ended - started),
+            "perf/actor_train_time": time.perf_counter() - started,
         }
-        return metrics
+
+    def _old_values(self, parts: list[MicroBatch], packed: FlatBatch, metrics: dict[str, float]) -> Tensor | None:
+        """The critic's values of all trainable tokens [R] before it is trained, the same on all ranks; none is NaN or inf."""
+        if self._critic is None:
+            return None
+        started = time.perf_counter()
+        values_R = self._critic.values(parts, len(packed.mask_R))
+        return self._gathered(values_R, packed, "the critic's value", metrics, "values", started)
+
+    def _returns(self, found: PolicyColumns) -> Tensor:
+        """What the critic is trained towards, [R]. Raises HookError when a user's advantage function leaves it out."""
+        if found.returns_R is None:
+            path = self._config.algorithm.custom_advantage_function_path or ""
+            raise HookError(
+                path,
+                "did not set rollout_data['returns'], which the critic of --advantage-estimator ppo is trained towards",
+                "set rollout_data['returns'], or take an estimator without a critic",
+            )
+        return found.returns_R
 
     def _balance_cost(self, lengths_B: NDArray[np.int64]) -> NDArray[np.float64] | None:
         """What ranks are to have equally much of; None deals micro-batches in turn."""
@@ -226,9 +282,15 @@ class FsdpTrainWorker:
         return ("reward", "rollout_log_probs") if compares else ("reward",)
 
     def _policy_columns(
-        self, batch: TrainBatch, packed: FlatBatch, parts: list[MicroBatch], step: int, metrics: dict[str, float]
-    ) -> tuple[dict[str, Tensor], NDArray[np.float32]]:
-        """What the policy loss reads on the response axis [R], and the mask without rejected tokens; runs the parity gate."""
+        self,
+        batch: TrainBatch,
+        packed: FlatBatch,
+        parts: list[MicroBatch],
+        step: int,
+        metrics: dict[str, float],
+        values_R: Tensor | None,
+    ) -> PolicyColumns:
+        """What the losses read on the response axis [R], and the mask without rejected tokens; runs the parity gate."""
         trainer_R = ref_R = None
         if self._config.parity.enabled or self._preparation.needs_trainer_log_probs:
             trainer_R = self._score_batch(self._model, parts, packed, "the trainer's log-prob", metrics, "log_probs")
@@ -240,10 +302,10 @@ class FsdpTrainWorker:
         if self._reference is not None:
             name = "the reference model's log-prob"
             ref_R = self._score_batch(self._reference, parts, packed, name, metrics, "ref_log_probs")
-        found = self._preparation(batch, packed, trainer_R, ref_R)
+        found = self._preparation(batch, packed, trainer_R, ref_R, values_R)
         self._ci.log_probs(found.metrics, step=step)
         metrics |= {f"train/{name}": value for name, value in found.metrics.items()}
-        return found.values, found.mask_R
+        return found
 
     def _score_batch(
         self,
@@ -257,12 +319,24 @@ class FsdpTrainWorker:
         """Log-probs of all trainable tokens on the response axis [R], 0 elsewhere, the same on all ranks; none is NaN or inf."""
         started = time.perf_counter()
         logprobs_R = self._forward_only(model, parts, len(packed.mask_R))
+        return self._gathered(logprobs_R, packed, name, metrics, timer, started)
+
+    def _gathered(
+        self,
+        scores_R: Tensor,
+        packed: FlatBatch,
+        name: str,
+        metrics: dict[str, float],
+        timer: str,
+        started: float,
+    ) -> Tensor:
+        """Scores of all ranks together, in place. Raises TrainingError, naming samples, when one is NaN or infinite."""
         if self._world_size > 1:
-            dist.all_reduce(logprobs_R)
+            dist.all_reduce(scores_R)
         metrics[f"perf/{timer}_time"] = time.perf_counter() - started
         samples = packed.sample_index_B[packed.sample_of_R[packed.trainable]]
-        refuse_non_finite(name, logprobs_R.numpy()[packed.trainable], samples)
-        return logprobs_R
+        refuse_non_finite(name, scores_R.numpy()[packed.trainable], samples)
+        return scores_R
 
     @torch.no_grad()
     def _forward_only(self, model: PolicyModel, parts: list[MicroBatch], num_entries: int) -> Tensor:
@@ -323,24 +397,14 @@ class FsdpTrainWorker:
 
     def _optimizer_step(
         self, parts: list[MicroBatch], inputs: list[dict[str, Any]], lr: float
-    ) -> tuple[dict[str, float], str]:
+    ) -> tuple[dict[str, float], Outcome]:
         """Metrics, and `done`, `empty` (nothing to train on) or `skipped` (gradient norm not finite)."""
-        self._optimizer.zero_grad()
-        totals = StepMetrics()
-        for part, values in zip(parts, inputs, strict=True):
-            output = self._loss(LossInputs(**self._predict(part), **values))
-            totals.add(output)
-            # FSDP averages gradients over ranks; the weights already hold the global denominator, so a sum is wanted.
-            (output.loss * self._world_size).backward()
-        found = totals.reduce(self._group)
-        if not found["trainable_tokens"]:
-            return found, "empty"
-        found["grad_norm"] = self._optimizer.clip()
-        if not np.isfinite(found["grad_norm"]):
-            return found, "skipped"
-        self._optimizer.step(lr)
-        self._skipped_in_a_row = 0
-        return found, "done"
+
+        def outputs() -> Iterator[LossOutput]:
+            for part, values in zip(parts, inputs, strict=True):
+                yield self._loss(LossInputs(**self._predict(part), **values))
+
+        return optimizer_step(self._optimizer, outputs(), lr, self._group)
 
     def _predict(self, part: MicroBatch) -> dict[str, Tensor]:
         """Log-probs of the predicted tokens with gradient; and entropies, and whole logits, where they are asked for."""
@@ -354,16 +418,6 @@ class FsdpTrainWorker:
         if self._is_custom:
             found["logits_NV"] = others.pop(0)
         return found
-
-    def _refuse_further_skips(self, step: int, grad_norm: float) -> None:
-        self._skipped_in_a_row += 1
-        most = self._config.train.max_skipped_steps
-        if self._skipped_in_a_row > most:
-            raise TrainingError(
-                f"step {step}: the gradient norm is {grad_norm} and {self._skipped_in_a_row} optimizer steps in a row "
-                f"were skipped; train.max_skipped_steps allows {most}"
-                "\n    fix: lower --lr, or resume from the last checkpoint before the loss went wrong"
-            )
 
     # Parity
 
@@ -461,14 +515,18 @@ class FsdpTrainWorker:
         Raises CheckpointError when it is incomplete, of another version, or of another model; and, of a deterministic
         run, when ranks or threads are not as many as before, since sums would be rounded in another order.
         """
+        with SavedTrainer(Path(folder)) as saved:
+            require_same_critic(Path(folder), saved.shapes, has_critic=self._critic is not None)
         with torch.no_grad():
             tensors = self._checkpoint_tensors()
             state = load_trainer(Path(folder), tensors, rank=self._rank, world_size=self._world_size)
         try:
             saved_with = {"--train-ranks": int(state["ranks"]), "--torch-threads": int(state["threads"])}
             self._num_steps = int(state["optimizer_steps"])
-            self._skipped_in_a_row = int(state["skipped_in_a_row"])
+            self._skips.in_a_row = int(state["skipped_in_a_row"])
             self._optimizer.set_num_updates(int(state["updates"]))
+            if self._critic is not None:
+                self._critic.restore(state)
         except KeyError as error:
             raise CheckpointError(
                 f"{folder}: trainer.json lacks {error}\n    fix: resume from an older checkpoint"
@@ -484,19 +542,22 @@ class FsdpTrainWorker:
         state = {
             "optimizer_steps": self._num_steps,
             "updates": self._optimizer.num_updates,
-            "skipped_in_a_row": self._skipped_in_a_row,
+            "skipped_in_a_row": self._skips.in_a_row,
             "ranks": self._world_size,
             "threads": self._threads,
+            **({} if self._critic is None else self._critic.state()),
         }
         return RankState.of(self._checkpoint_tensors(), state, rank=self._rank, world_size=self._world_size)
 
     def _checkpoint_tensors(self) -> dict[str, Tensor]:
         model = {f"{MODEL}{name}": tensor.detach() for name, tensor in hf_tensors(self._model).items()}
-        return model | cast(dict[str, Tensor], self._optimizer.moments())
+        critic = {} if self._critic is None else self._critic.tensors()
+        return model | cast(dict[str, Tensor], self._optimizer.moments()) | critic
 
     def export_hf(self, saved: str, folder: str) -> None:
         """Write the model that all ranks have put into `saved` in Hugging Face format, in the dtypes of the folder it came
-        from and with that folder's other files. Not collective: one rank does it, beside training if need be.
+        from and with that folder's other files; and the critic into the folder of --critic-save. Not collective: one rank
+        does it, beside training if need be.
 
         Raises CheckpointError when `folder` is not empty, or the disk refuses.
         """
@@ -508,6 +569,12 @@ class FsdpTrainWorker:
                 )
             except OSError as error:
                 raise cannot_write(Path(folder), error) from error
+            critic_folder = self._config.critic.save
+            if self._critic is not None and critic_folder is not None:
+                try:
+                    self._critic.export(trainer, Path(critic_folder))
+                except OSError as error:
+                    raise cannot_write(Path(critic_folder), error) from error
 
     def close(self) -> None:
         """Leave the process group, together: a rank that leaves early would break collectives of the others."""

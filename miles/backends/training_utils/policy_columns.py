@@ -12,7 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles.backends.training_utils.advantages import ADVANTAGES, AdvantageInputs, CustomAdvantages, compute_advantages
+from miles.backends.training_utils.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    AdvantageOutput,
+    CustomAdvantages,
+    compute_advantages,
+)
 from miles.backends.training_utils.loss_hub.corrections import Correction, build_correction, correct
 from miles.backends.training_utils.loss_hub.kl import kl_estimate
 from miles.backends.training_utils.loss_hub.records import SampleLayout
@@ -31,6 +37,8 @@ class PolicyColumns:
     mask_R: np.ndarray[Any, np.dtype[np.float32]]
     """The loss mask without rejected tokens."""
     metrics: dict[str, float]
+    returns_R: Tensor | None = None
+    """What a critic is trained towards."""
 
 
 class PolicyPreparation:
@@ -61,9 +69,15 @@ class PolicyPreparation:
         return self._correction.is_active or self.hook is not None
 
     def __call__(
-        self, batch: TrainBatch, packed: FlatBatch, trainer_R: Tensor | None, ref_R: Tensor | None
+        self,
+        batch: TrainBatch,
+        packed: FlatBatch,
+        trainer_R: Tensor | None,
+        ref_R: Tensor | None,
+        values_R: Tensor | None = None,
     ) -> PolicyColumns:
-        """Columns of `batch`. `trainer_R` and `ref_R` are log-probs under the weights before the first step, and the reference.
+        """Columns of `batch`. `trainer_R` and `ref_R` are log-probs under the weights before the first step, and the reference;
+        `values_R` are those of a critic before its first step.
 
         Raises TrainingError naming samples and column when a value that is read is NaN or infinite.
         """
@@ -74,8 +88,8 @@ class PolicyPreparation:
         old_R = rollout_R if self._algorithm.use_rollout_logprobs else trainer_R
         if old_R is None:
             raise ValueError("old log-probs are missing: score the batch, or let the rollout return its log-probs")
-        advantages_R = self._advantages(batch, packed, old_R, rollout_R, ref_R)
-        values = {"old_logprobs_N": old_R, "advantages_N": advantages_R}
+        estimated = self._advantages(batch, packed, old_R, rollout_R, ref_R, values_R)
+        values = {"old_logprobs_N": old_R, "advantages_N": estimated.advantages_R}
         if ref_R is not None:
             values["ref_logprobs_N"] = ref_R
         if rollout_R is not None:
@@ -90,11 +104,17 @@ class PolicyPreparation:
             if self.hook is not None:
                 keep_R = keep_R & self.hook.keep(trainer_R, rollout_R, trainable_R, whole_layout(batch, packed))
         mask_R = packed.mask_R * keep_R.numpy()
-        return PolicyColumns(values=values, mask_R=mask_R, metrics=metrics)
+        return PolicyColumns(values=values, mask_R=mask_R, metrics=metrics, returns_R=estimated.returns_R)
 
     def _advantages(
-        self, batch: TrainBatch, packed: FlatBatch, old_R: Tensor, rollout_R: Tensor | None, ref_R: Tensor | None
-    ) -> Tensor:
+        self,
+        batch: TrainBatch,
+        packed: FlatBatch,
+        old_R: Tensor,
+        rollout_R: Tensor | None,
+        ref_R: Tensor | None,
+        values_R: Tensor | None,
+    ) -> AdvantageOutput:
         algorithm = self._algorithm
         kl_R = None
         trainable_R = torch.from_numpy(packed.mask_R != 0)
@@ -108,6 +128,7 @@ class PolicyPreparation:
             sample_of_R=torch.from_numpy(packed.sample_of_R),
             mask_R=torch.from_numpy(packed.mask_R),
             kl_R=kl_R,
+            values_R=values_R,
             gamma=algorithm.gamma,
             lam=algorithm.lambd,
             kl_coef=algorithm.kl_coef,
@@ -121,7 +142,7 @@ class PolicyPreparation:
                 path=self._path or "",
                 columns={name: x_R for name, x_R in columns.items() if x_R is not None},
             )
-        return compute_advantages(estimator, inputs, normalize=algorithm.normalize_advantages).advantages_R
+        return compute_advantages(estimator, inputs, normalize=algorithm.normalize_advantages)
 
 
 def numbers(batch: TrainBatch, name: str) -> Tensor:

@@ -1,6 +1,8 @@
 import pytest
 
 from miles.config.estimators import ESTIMATORS
+from miles.config.load import load
+from miles.config.resources import critic_optimizer
 from tests.fast.config.test_config_checks import OK, SFT, only, problems
 
 USES_KL = "rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo"
@@ -10,7 +12,7 @@ def needs(name: str) -> list[str]:
     return ["--normalize-advantages"] if ESTIMATORS[name].must_whiten else []
 
 
-@pytest.mark.parametrize("name", [n for n, facts in ESTIMATORS.items() if not facts.needs_values])
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_is_one_setting_away(name):
     assert problems(*OK, "--advantage-estimator", name, *needs(name)) == []
 
@@ -22,11 +24,51 @@ def test_reinforce_plus_plus_asks_for_whitening(name):
     assert found.endswith("-> --normalize-advantages")
 
 
-def test_ppo_asks_for_a_critic():
-    found = only(*OK, "--advantage-estimator", "ppo", "--lambd", "0.9", "--gamma", "0.99")
-    assert found.startswith(
-        "algorithm.advantage_estimator: ppo needs a critic, and no critic is trained -> one of grpo,"
-    )
+PPO = [*OK, "--advantage-estimator", "ppo"]
+
+
+def test_ppo_has_its_critics_settings():
+    critic = [
+        "--critic-lr",
+        "1e-5",
+        "--critic-lr-warmup-iters",
+        "2",
+        "--value-clip",
+        "0.5",
+        "--num-critic-only-steps",
+        "2",
+    ]
+    assert problems(*PPO, "--lambd", "0.9", "--gamma", "0.99", *critic, "--critic-load", "FOLDER") == []
+    assert problems(*PPO, "--critic-save", "FOLDER", "--save-interval", "1") == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--critic-lr", "0.1"), ("--critic-load", "x"), ("--value-clip", "0.3"), ("--num-critic-only-steps", "1")],
+)
+def test_a_setting_of_the_critic_without_one_is_refused(flag, value):
+    found = only(*OK, flag, value)
+    assert found.endswith(f"{value}, but --advantage-estimator grpo trains no critic -> leave out {flag}, or --advantage-estimator ppo")  # fmt: skip
+    assert "--loss-type sft_loss trains no critic" in only(*SFT, "--advantage-estimator", "ppo", flag, value)
+
+
+def test_settings_of_the_critic_that_cannot_work_are_refused():
+    found = only(*PPO, "--num-critic-only-steps", "4")
+    assert found.startswith("critic.num_only_steps: 4 is more than the 3 steps of the run -> --num-critic-only-steps")
+    found = only(*PPO, "--lr-decay-iters", "5", "--critic-lr-warmup-iters", "6")
+    assert found.startswith("critic.lr_warmup_iters: the critic's warm-up ends at step 6, after the decay does at 5")
+    for saving in ([], ["--save-interval", "1", "--save-hf", "false"]):
+        assert only(*PPO, "--critic-save", "FOLDER", *saving).startswith("critic.save: is written when a model")
+
+
+def test_the_critics_learning_rate_decays_in_proportion_to_the_policys():
+    shared = ["--lr", "1e-4", "--min-lr", "1e-5", "--lr-warmup-iters", "7"]
+    found = critic_optimizer(load([*PPO, *shared, "--critic-lr", "1e-3", "--critic-lr-warmup-iters", "2"]))
+    assert (found.lr, found.lr_warmup_iters) == (1e-3, 2)
+    assert found.min_lr == pytest.approx(1e-4)
+    found = critic_optimizer(load([*PPO, *shared]))
+    assert (found.lr, found.min_lr, found.lr_warmup_iters) == (1e-4, pytest.approx(1e-5), 0)
+    assert critic_optimizer(load([*PPO, "--lr", "0", "--critic-lr", "1e-3"])).lr == 1e-3
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,14 @@ def test_reference_model_needs_no_tokenizer_but_weights(files):
     assert "model.ref_load: " in only(files.argv("--ref-load", str(files.root / "none")))
 
 
+def test_the_critics_folder_is_named_by_its_own_flag(files):
+    ppo = ["--advantage-estimator", "ppo", "--critic-load"]
+    assert problems(files.argv(*ppo, str(files.model))) == []
+    found = only(files.argv(*ppo, str(files.root / "none")))
+    assert found.startswith("critic.load: ")
+    assert "--critic-load with a folder of config.json" in found
+
+
 def test_missing_chat_template(files):
     assert only(files.argv("--chat-template-path", "none.jinja")) == (
         "model.chat_template_path: none.jinja: no such file -> --chat-template-path FILE.jinja"

@@ -102,6 +102,9 @@ def test_the_recipes_use_each_prompt_once_and_fit_the_answers():
     assert grpo.rollout.max_response_len > make_task.MAX_DIGITS
     assert batch_plan(sft).num_steps_per_rollout == 1
     assert batch_plan(grpo).global_batch_size % grpo.rollout.n_samples_per_prompt == 0
+    ppo = recipe("quickstart-ppo.yaml")
+    assert ppo.rollout.num_rollout * ppo.rollout.batch_size <= make_task.ROWS["train.jsonl"]
+    assert ppo.rollout.max_response_len == grpo.rollout.max_response_len
 
 
 def test_the_context_holds_the_longest_prompt_and_response(task):

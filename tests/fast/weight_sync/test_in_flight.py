@@ -5,7 +5,6 @@ import copy
 import os
 import signal
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from miles.utils.process import ServerProcess
 from miles.utils.waits import Waits
 from tests.fast.rollout.support import make_args
 from tests.fast.torch_engine.support import LETTERS, make_model
+from tests.fast.weight_sync.support import NullTracker, Placed
 
 torch.set_num_threads(1)
 TOKEN = "t0ken"
@@ -113,21 +113,6 @@ class Weights:
             expected_nbytes={n: p.nbytes for n, p in named},
             learned=True,
         )
-
-
-class NullTracker:
-    def log(self, step, metrics):
-        pass
-
-    def close(self):
-        pass
-
-
-class Placed:
-    def for_rollout(self):
-        return nullcontext()
-
-    for_training = for_weight_sync = for_rollout
 
 
 async def router_state(router):

@@ -13,7 +13,7 @@ COMMAND = "python -m miles.config.docs"
 
 def docs_page() -> str:
     """The whole page as Markdown."""
-    lines = [f"<!-- Made by `{COMMAND}`; edit miles/config/schema.py instead. -->", "# Settings and flags", ""]
+    lines = [f"<!-- Made by `{COMMAND}`; edit miles/config/sections instead. -->", "# Settings and flags", ""]
     lines += ["`train.py [recipe.yaml ...] [--flag value ...]`", "", *(f"- {rule}" for rule in RULES), ""]
     lines += ["| Flag | Meaning |", "|---|---|", *(f"| `{flag}` | {text} |" for flag, text in GENERAL)]
     for section, doc in sections().items():

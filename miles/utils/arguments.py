@@ -1,4 +1,4 @@
-"""The door for "add a flag": a flag is a field of `miles/config/schema.py`, and these are what reads it."""
+"""The door for "add a flag": a flag is a field in `miles/config/sections`, and these are what reads it."""
 
 from miles.config.cli import parse
 from miles.config.load import load

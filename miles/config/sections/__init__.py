@@ -1,0 +1,1 @@
+"""The sections of the schema, one file for settings that belong together."""

@@ -14,17 +14,11 @@ from typing import Any
 
 import sympy
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
-from math_verify import parse, verify
+from math_verify import verify
 from math_verify.grader import should_treat_as_complex
 
-from miles.rollout.rm_hub.math_text import (
-    DECIMAL_TOLERANCE,
-    bare_expression,
-    last_boxed,
-    plain_number,
-    quick_verdict,
-    without_emphasis,
-)
+from miles.rollout.rm_hub.math_judge import judge
+from miles.rollout.rm_hub.math_text import DECIMAL_TOLERANCE, plain_number
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off; ours is outside
 
@@ -32,7 +26,6 @@ _NORMALISE = NormalizationConfig(
     basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="all", equations=False
 )
 _MAX_LENGTH = 2000
-_TAIL = 4000
 _MAX_BITS = 2.0**21
 _DIGITS = 30
 _AGREE = sympy.Rational(1, 10**20)
@@ -43,26 +36,15 @@ _MIN_POINTS = 3
 _MAX_SYMBOLS = 4
 
 
-def grade(response: str, gold: str) -> dict[str, Any]:
-    r"""`{"correct": bool, "label_problem": str | None}`.
-
-    The answer is the content of the last `\boxed{}`; without one, the response itself when it is a bare expression;
-    otherwise what math-verify extracts as the final answer.
-    """
+def grade(answer: str, gold: str) -> dict[str, Any]:
+    """`{"correct": bool, "label_problem": str | None}` for an answer and a label without their boxes."""
+    verdict = judge(answer, gold, limit_s=None)
+    if verdict is not None:
+        return {"correct": verdict, "label_problem": None}
     expected, problem = parse_gold(gold)
     if expected is None:
         return {"correct": False, "label_problem": problem}
-    answer = last_boxed(response)
-    if answer is None:
-        response = without_emphasis(response)
-        answer = bare_expression(response)
-    if answer is None:
-        found = _attempt(_extract, response[-_TAIL:])
-    else:
-        verdict = quick_verdict(answer, gold)
-        if verdict is not None:
-            return {"correct": verdict, "label_problem": None}
-        found = _parse_whole(answer)
+    found = _parse_whole(answer)
     correct = found is not None and _attempt(_equal, expected, found) is True
     return {"correct": correct, "label_problem": None}
 
@@ -70,7 +52,6 @@ def grade(response: str, gold: str) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1024)
 def parse_gold(gold: str) -> tuple[Any, str | None]:
     """The label as an expression, or None and what is wrong with it."""
-    gold = last_boxed(gold) or gold
     expression = _parse_whole(gold)
     if expression is None:
         return None, f"the label {gold!r:.200} cannot be read as mathematics"
@@ -90,11 +71,6 @@ def _parse_latex(text: str) -> Any:
     return latex2sympy(
         text, is_real=not should_treat_as_complex(text), convert_degrees=False, normalization_config=None
     )
-
-
-def _extract(text: str) -> Any:
-    found = parse(text, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-    return found[0] if found else None
 
 
 def _attempt(function: Any, *args: Any) -> Any:

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from miles.rollout.rm_hub.graders import LabelError, MathGrader
+from miles.rollout.rm_hub.graders import LabelError
+from miles.rollout.rm_hub.math_rewards import MathGrader
 
 TOWER = r"\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}"
 BOLD = "We had 437 + 2*234 = 905, so the count of people with all four items is **73**.\n---\nFinal Answer: **73**"
@@ -28,7 +29,7 @@ def grade(grader, response, label):
 @pytest.mark.parametrize(
     ("response", "label", "reward"),
     [
-        # one answer boxed twice is one answer
+        # Case A06: one answer boxed twice is one answer
         (r"First guess \boxed{840}; a check follows. **Final Answer** \boxed{840}", "840", 1),
         (r"So \boxed{004} is correct. **Final Answer** \boxed{004}", "4", 1),
         (r"\boxed{840} ... \boxed{840}", "840840", 0),
@@ -38,15 +39,15 @@ def grade(grader, response, label):
         (r"<think>perhaps \boxed{3}</think> no: \boxed{7}", "3", 0),
         (r"draft \boxed{1} ### answer \boxed{2} ### answer \boxed{42}", "42", 1),
         (r"draft \boxed{1} ### answer \boxed{2} ### answer \boxed{42}", "2", 0),
-        # markdown around the final number
+        # Case A07: markdown around the final number
         (BOLD, "73", 1),
         (BOLD, "234", 0),
-        # no absolute tolerance near zero, and no large factorial computed slowly
+        # Case A09: no absolute tolerance near zero, and no large factorial computed slowly
         (boxed(r"\frac{1}{2006!}"), r"\frac{1}{2004!}", 0),
         (boxed(r"\frac{1}{2^{98}}"), r"\frac{1}{2^{99}}", 0),
         (boxed(r"\frac{1}{2^{99}}"), "2^{-99}", 1),
         (boxed("0.000000001"), "2e-9", 0),
-        # nothing of an answer is ignored
+        # Cases A10 and A12: nothing of an answer is ignored
         (boxed("n=1,2,3"), "n=2,3,4", 0),
         (boxed("2021"), r"\pm 2021", 0),
         (boxed("1:00"), "12:00", 0),
@@ -58,10 +59,10 @@ def grade(grader, response, label):
         ("n=2,3,4", "2,3,4", 1),
         ("3x + 4y + 14=0", "3*x-1*y+13=0", 0),
         (boxed("3x + 4y + 14=0"), "3*x-1*y+13=0", 0),
-        # equal wherever both are real
+        # Case A13: equal wherever both are real
         (boxed(r"\frac{1}{\sqrt{n}}"), r"\sqrt{1/n}", 1),
         (boxed("|x|"), "x", 0),
-        # labels that are plain numbers
+        # Cases A15, A21 and A34: labels that are plain numbers
         (boxed(r"\frac{2}{3}"), "2/3", 1),
         (boxed(r"\frac{2}{3}"), "2", 0),
         (boxed(r"\frac{64}{400}"), r"\frac{63}{400}", 0),
@@ -77,11 +78,11 @@ def grade(grader, response, label):
         (boxed("0.1"), 0.1, 1),
         (boxed("0.333333"), "1/3", 1),
         (boxed("0.6667"), "2/3", 0),
-        # gold first, prediction second; the kind of an interval's end counts
+        # Case A16: gold first, prediction second; the kind of an interval's end counts
         ("$(0,12.5)$", "$0<x<12.5$", 1),
         (r"$m\in[\sqrt2,\infty)$", r"\boxed{m\ge\sqrt2}", 1),
         ("$(0,12.5]$", "$(0,12.5)$", 0),
-        # too large to compute
+        # Case A18: too large to compute
         (boxed(TOWER), "7", 0),
         (boxed(TOWER), TOWER, 1),
         (boxed("100000000!"), "7", 0),
@@ -125,28 +126,6 @@ def test_a_label_that_cannot_be_read_is_an_error_and_never_a_reward(grader):
 def test_a_label_that_is_no_text_is_an_error(grader, label, problem):
     with pytest.raises(LabelError, match=problem):
         grade(grader, boxed("5"), label)
-
-
-def test_an_answer_that_hangs_is_wrong_and_counted_from_any_thread():
-    grader = MathGrader(timeout_s=0.7, num_workers=1)
-    slow = boxed(r"\binom{1000000000}{500000000}")
-    rewards = {}
-
-    def judge():
-        rewards["easy"] = grade(grader, boxed(r"\frac{14}{2}"), "7")
-        start = time.perf_counter()
-        rewards["hard"] = grade(grader, slow, "x")
-        rewards["seconds"] = time.perf_counter() - start
-        rewards["after"] = grade(grader, boxed(r"\frac{14}{2}"), "7")
-
-    thread = threading.Thread(target=judge)
-    thread.start()
-    thread.join(60)
-    timeouts = grader.metrics()["rollout/reward_timeouts"]
-    grader.close()
-    assert (rewards["easy"], rewards["hard"], rewards["after"]) == (1, 0, 1)
-    assert rewards["seconds"] < 5
-    assert timeouts == 1
 
 
 def test_many_loops_and_threads_share_one_pool(grader):

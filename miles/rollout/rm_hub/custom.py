@@ -10,16 +10,18 @@ from typing import Any
 
 from miles.core.samples import reward_value
 from miles.errors import HookError
+from miles.rollout.rm_hub.reward_errors import RewardTimeoutError
+from miles.rollout.rm_hub.reward_loop import RewardLoop
 
-_CANCEL_S = 1.0
 _THREADS = 8
 
 
 class CustomReward:
     """The function at import path `path`; `call` gives what it returned.
 
-    A coroutine function runs in the caller's event loop. A plain one runs in a thread, at most eight at a time, so that
-    it cannot stop the loop. The limit counts from when the function starts.
+    A coroutine function runs in an event loop of its own in a thread, so that one that blocks (`time.sleep`, a plain
+    HTTP call) delays other rewards and nothing else. A plain one runs in a thread of its own, at most eight at a time.
+    The limit counts from when the function starts.
 
     Raises HookError, here when the path does not import, in `call` when the function raises or takes too long.
     """
@@ -31,31 +33,43 @@ class CustomReward:
         self._function: Callable[..., Any] = load_function(path)
         self._is_async = is_async(self._function)
         self._slots = threading.Semaphore(_THREADS)
+        self._loop = RewardLoop()
         self.num_timeouts = 0
 
     async def call(self, args: Any, subject: Any, name: str) -> Any:
         """`fn(args, subject)`; `name` says in errors which sample or group it was."""
         try:
             if self._is_async:
-                return await self._within_limit(self._function(args, subject), name)
+                return await self._in_loop(lambda: self._function(args, subject), name)
             result = await self._in_thread(args, subject, name)
-            return await self._within_limit(result, name) if inspect.isawaitable(result) else result
+            return await self._in_loop(lambda: result, name) if inspect.isawaitable(result) else result
         except HookError:
             raise
         except Exception as error:
             raise HookError(self.path, f"raised {type(error).__name__} on {name}: {error}") from error
 
-    async def _within_limit(self, awaitable: Awaitable[Any], name: str) -> Any:
-        task = asyncio.ensure_future(awaitable)
+    async def _in_loop(self, begin: Callable[[], Awaitable[Any]], name: str) -> Any:
+        job = self._loop.start(begin)
         try:
-            await asyncio.wait({task}, timeout=self.timeout_s)
-            if task.done():
-                return task.result()
-            raise self._too_long(name, "it was cancelled")
+            await asyncio.wait({job.outcome}, timeout=self.timeout_s)
+            if job.outcome.done():
+                return job.outcome.result()
+            blocked_at = await job.blocked_at()
+            if blocked_at is None:
+                raise self._too_long(name, "it was cancelled")
+            self._loop.abandon(job)
+            self.num_timeouts += 1
+            raise RewardTimeoutError(
+                self.path,
+                f"took longer than {self.timeout_s:g} s on {name}: {blocked_at} blocks the event loop of the rewards",
+                "await there instead, or make the function a plain def, which runs in a thread",
+            )
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task}, timeout=_CANCEL_S)
+            await job.cancel()
+
+    async def close(self) -> None:
+        """End the event loop of coroutine functions."""
+        await self._loop.close()
 
     async def _in_thread(self, args: Any, subject: Any, name: str) -> Any:
         """A daemon thread per call: one that hangs must not keep the process alive at its end."""
@@ -88,7 +102,7 @@ class CustomReward:
 
     def _too_long(self, name: str, after: str) -> HookError:
         self.num_timeouts += 1
-        return HookError(
+        return RewardTimeoutError(
             self.path,
             f"took longer than {self.timeout_s:g} s on {name}; {after}",
             "make it faster, or raise reward.timeout_s",

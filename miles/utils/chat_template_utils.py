@@ -20,11 +20,16 @@ Prompt = str | list[Message]
 _BATCH = 1000
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    template_kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """Chat messages as text that ends where the assistant's turn begins.
 
-    `template_kwargs` go to the template and may overrule `add_generation_prompt`. Raises ValueError when the
-    tokenizer has no template or the template refuses the messages.
+    `tools` are the schemas that the template shows to the model; `template_kwargs` go to the template and may overrule
+    `add_generation_prompt`. Raises ValueError when the tokenizer has no template or the template refuses the messages.
     """
     import jinja2
 
@@ -33,20 +38,32 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], temp
             "the tokenizer has no chat template, which a list of messages needs; pass --chat-template-path"
         )
     kwargs = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
+    if tools:
+        kwargs["tools"] = list(tools)
     try:
         return str(tokenizer.apply_chat_template(list(messages), **kwargs))
     except (jinja2.TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> str:
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    template_kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """The prompt as text: messages rendered, a string as it is. Raises ValueError as `render` does."""
-    return prompt if isinstance(prompt, str) else render(tokenizer, prompt, template_kwargs)
+    return prompt if isinstance(prompt, str) else render(tokenizer, prompt, template_kwargs, tools)
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    template_kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
     """Token ids of a plain string or of chat messages. Raises ValueError as `render` does."""
-    text = prompt_text(tokenizer, prompt, template_kwargs)
+    text = prompt_text(tokenizer, prompt, template_kwargs, tools)
     return encode_texts(tokenizer, [text], rendered=not isinstance(prompt, str))[0]
 
 

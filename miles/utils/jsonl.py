@@ -33,22 +33,28 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _rows(name: str, lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, raw in enumerate(lines, 1):
         if number == 1:
-            raw = _without_bom(name, raw)
-        try:
-            text = raw.decode("utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                name, f"is not UTF-8 at byte {error.start} of the line", "save the file as UTF-8", line=number
-            ) from error
-        if text:
-            yield number, _parse(name, number, text)
+            raw = raw[mark_length(name, raw) :]
+        if raw.strip():
+            yield number, parse_row(name, number, raw)
 
 
-def _without_bom(name: str, raw: bytes) -> bytes:
+def mark_length(name: str, start: bytes) -> int:
+    """Bytes of the UTF-8 byte order mark with which a file begins; raises DataError for the mark of another encoding."""
     for mark, encoding in _OTHER_ENCODINGS.items():
-        if raw.startswith(mark):
+        if start.startswith(mark):
             raise DataError(name, f"is {encoding}, not UTF-8", "save the file as UTF-8")
-    return raw.removeprefix(codecs.BOM_UTF8)
+    return len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0
+
+
+def parse_row(name: str, number: int, raw: bytes) -> dict[str, Any]:
+    """The object on line `number` of file `name`; raises DataError with both when it is not one."""
+    try:
+        text = raw.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            name, f"is not UTF-8 at byte {error.start} of the line", "save the file as UTF-8", line=number
+        ) from error
+    return _parse(name, number, text)
 
 
 def _parse(name: str, number: int, text: str) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 import json
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 <>|:.\n"
 TEMPLATE = (
-    "{{ bos_token }}{% if quiet %}q {% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{{ bos_token }}{% if quiet %}q {% endif %}{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -50,10 +52,31 @@ def write(tmp_path):
 
 
 @pytest.fixture
+def write_parquet(tmp_path):
+    """Write a Parquet file from rows; gives its path."""
+
+    def write_parquet(rows, name="data.parquet", group=2):
+        path = tmp_path / name
+        parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
+        return str(path)
+
+    return write_parquet
+
+
+@pytest.fixture
 def make_args(model_folder):
     def make_args(path, **changes):
         values = {
             "prompt_data": path,
+            "rm_type": None,
+            "custom_rm_path": None,
+            "prompt_data_weights": [],
+            "disable_rollout_global_dataset": False,
+            "accept_changed_data": False,
+            "tool_key": "tools",
+            "multimodal_keys": {},
+            "num_epoch": None,
+            "num_rollout": 1,
             "input_key": "input",
             "label_key": None,
             "metadata_key": "metadata",

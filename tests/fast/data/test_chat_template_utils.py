@@ -6,6 +6,7 @@ HI = [{"role": "user", "content": "hi"}]
 BOS = 1
 
 
+# Case C16.
 def test_messages_get_one_bos_and_the_ids_of_the_tokenizers_own_template_call(tokenizer):
     ids = encode_prompt(tokenizer, HI, {})
     assert ids == tokenizer.apply_chat_template(HI, tokenize=True, add_generation_prompt=True, return_dict=False)
@@ -32,6 +33,15 @@ def test_the_prompt_as_text_is_rendered_and_never_a_python_repr(tokenizer):
 def test_template_arguments_reach_the_template(tokenizer):
     assert prompt_text(tokenizer, HI, {"quiet": True}).startswith("<bos>q user")
     assert prompt_text(tokenizer, HI, {"add_generation_prompt": False}) == "<bos>user: hi\n"
+
+
+def test_tools_reach_the_template_and_an_empty_list_is_none(tokenizer):
+    tool = {"name": "f"}
+    assert prompt_text(tokenizer, HI, {}, [tool]) == '<bos>[{"name": "f"}]\nuser: hi\nassistant: '
+    assert encode_prompt(tokenizer, HI, {}, [tool]) == tokenizer.apply_chat_template(
+        HI, tools=[tool], tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    assert encode_prompt(tokenizer, HI, {}, []) == encode_prompt(tokenizer, HI, {})
 
 
 def test_no_template_and_a_refusing_template_are_value_errors(tokenizer, monkeypatch):

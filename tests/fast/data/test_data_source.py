@@ -6,6 +6,7 @@ import pytest
 from miles.core.samples import Sample
 from miles.errors import DataError, HookError
 from miles.rollout.data_source import RolloutDataSourceWithBuffer
+from miles.rollout.dataset import feed
 
 
 def rows(count):
@@ -24,6 +25,7 @@ def make(write, make_args):
     return make
 
 
+# Case C18.
 def test_a_group_is_n_samples_of_one_prompt_with_rising_numbers(make, tokenizer):
     source = make(3, label_key="label", n_samples_per_prompt=2)
     first, second = source.get_samples(2)
@@ -51,6 +53,7 @@ def test_siblings_share_nothing_that_can_be_changed(write, make_args):
         assert other.tokens == tokens
 
 
+# Case C03.
 def test_more_groups_than_rows_wrap_over_as_many_epochs_as_needed(make):
     source = make(3, rollout_shuffle=True)
     taken = source.get_samples(8)
@@ -77,6 +80,7 @@ def test_each_epoch_has_its_own_order_and_each_seed_its_own(make):
     assert prompts(make(3).get_samples(4)) == ["p0", "p1", "p2", "p0"]
 
 
+# Case C04.
 @pytest.mark.parametrize(("count", "batch"), [(30, 16), (32, 16), (20, 16), (10, 16)])
 def test_no_prompt_gets_ahead_of_another_by_more_than_one(make, count, batch):
     source, seen = make(count, rollout_shuffle=True), Counter()
@@ -86,6 +90,7 @@ def test_no_prompt_gets_ahead_of_another_by_more_than_one(make, count, batch):
         assert max(seen.values()) - (min(seen.values()) if len(seen) == count else 0) <= 1
 
 
+# Case C06.
 def test_a_resume_inside_a_later_epoch_goes_on_in_that_epochs_order(make):
     def source():
         return make(10, rollout_shuffle=True)
@@ -101,6 +106,7 @@ def test_a_resume_inside_a_later_epoch_goes_on_in_that_epochs_order(make):
     assert all(len(set(ids[e : e + 10])) == 10 for e in (0, 10, 20))
 
 
+# Case C07.
 def test_a_state_of_another_file_is_refused_with_the_way_out(make, write, make_args):
     state = make(100).state_dict()
     other = write([{"input": f"q{i}"} for i in range(20)], "other.jsonl")
@@ -203,15 +209,179 @@ def test_a_buffer_filter_chooses_and_its_mistakes_are_named(make, tmp_path, monk
             filtered(name, 1)
 
 
-def test_dropped_prompts_and_the_epoch_are_metrics(make):
+def test_long_prompts_are_dropped_when_drawn_and_counted_and_an_epoch_counts_rows(make, caplog):
     source = make(12, rollout_max_prompt_len=3)  # <bos> p 0 has three tokens, p10 and p11 have four
-    assert len(source) == 10
-    source.get_samples(15)
+    assert len(source) == 12
+    assert source.metrics()["rollout/dropped_prompts"] == 0.0
+    assert prompts(source.get_samples(15)) == [f"p{i}" for i in range(10)] + [f"p{i}" for i in range(5)]
+    assert (source.epoch, source.offset) == (1, 5)
     assert source.metrics() == {
         "rollout/dropped_prompts": 2.0,
         "rollout/buffered_groups": 0.0,
-        "rollout/epoch": 1.5,
+        "rollout/epoch": 1 + 5 / 12,
     }
+    assert "dropped 2 prompts so far that have more than 3 tokens (--rollout-max-prompt-len)" in caplog.text
+
+
+def test_dropped_prompts_survive_a_resume_and_change_nothing_of_the_order(make):
+    def source():
+        return make(40, rollout_max_prompt_len=3, rollout_shuffle=True)
+
+    whole, first, second = source(), source(), source()
+    expected = [prompts(whole.get_samples(3)) for _ in range(12)]
+    before = [prompts(first.get_samples(3)) for _ in range(5)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert before + [prompts(second.get_samples(3)) for _ in range(7)] == expected
+    assert second.metrics() == whole.metrics()
+    assert whole.metrics()["rollout/dropped_prompts"] == 40 * whole.epoch + whole.offset - 36
+
+
+# Case C04.
+@pytest.mark.parametrize(("count", "batch", "steps"), [(30, 16, 1), (32, 16, 2), (20, 16, 1), (10, 16, 0)])
+def test_an_epoch_that_gives_the_steps_counts_the_prompts_that_fit_so_that_none_comes_twice(
+    write, make_args, count, batch, steps
+):
+    long = [{"input": "x" * 20}] * 7
+    args = make_args(write(rows(count) + long), rollout_max_prompt_len=5, num_epoch=1, num_rollout=None)
+    source = RolloutDataSourceWithBuffer(args)
+    assert len(source) == count
+    assert len(source) // batch == steps
+    seen = Counter(prompt for _ in range(steps) for prompt in prompts(source.get_samples(batch)))
+    assert set(seen.values()) <= {1}
+
+
+def test_an_epoch_without_a_prompt_that_fits_is_an_error_and_not_an_endless_loop(make):
+    with pytest.raises(DataError, match=r"all 4 prompts have more than 2 tokens[\s\S]*raise --rollout-max-prompt-len"):
+        make(4, rollout_max_prompt_len=2).get_samples(1)
+    with pytest.raises(DataError, match="all 4 prompts"):
+        len(make(4, rollout_max_prompt_len=2, num_epoch=1, num_rollout=None))
+
+
+def test_an_unusable_row_of_a_large_file_stops_the_draw_and_moves_nothing(write, make_args, monkeypatch):
+    monkeypatch.setattr(feed, "CHECKED_BYTES", 0)
+    path = write('{"input": "a"}\n{"input": "b"}\n{bad\n')
+    source = RolloutDataSourceWithBuffer(make_args(path))
+    source.add_samples(source.get_samples(1))
+    before = source.state_dict()
+    with pytest.raises(DataError, match=r"data.jsonl:3: is not JSON"):
+        source.get_samples(5)
+    assert source.state_dict() == before
+    monkeypatch.undo()
+    with pytest.raises(DataError, match=r"data.jsonl:3: is not JSON"):  # a small one is looked at when the run starts
+        RolloutDataSourceWithBuffer(make_args(path))
+
+
+def test_a_bad_row_that_was_prepared_ahead_stops_the_run_only_when_its_turn_comes(write, make_args, monkeypatch):
+    monkeypatch.setattr(feed, "CHECKED_BYTES", 0)
+    path = write('{"input": "a"}\n{"input": "b"}\n{"input": "c"}\n{bad\n')
+    source = RolloutDataSourceWithBuffer(make_args(path))
+    assert prompts(source.get_samples(2)) == ["a", "b"]
+    assert prompts(source.get_samples(1)) == ["c"]
+    assert (source.epoch, source.offset) == (0, 3)
+    with pytest.raises(DataError, match="jsonl:4: is not JSON"):
+        source.get_samples(1)
+
+
+@pytest.mark.parametrize("checked", [0, 1 << 20])
+def test_a_wrong_key_stops_at_the_start_with_the_nearest_one_whatever_the_files_size(
+    write, make_args, monkeypatch, checked
+):
+    monkeypatch.setattr(feed, "CHECKED_BYTES", checked)
+    with pytest.raises(
+        DataError, match=r"jsonl:1: the row has no 'inptu', only 'input', 'label'\n.*--input-key input"
+    ):
+        RolloutDataSourceWithBuffer(make_args(write(rows(3)), input_key="inptu"))
+
+
+def test_several_files_follow_each_other_and_shuffle_together(write, write_parquet, make_args):
+    paths = [write(rows(4)), write_parquet([{"input": f"q{i}"} for i in range(5)])]
+    everything = [f"p{i}" for i in range(1, 4)] + [f"q{i}" for i in range(5)]
+    sliced = [f"{paths[0]}@[1:]", paths[1]]
+    source = RolloutDataSourceWithBuffer(make_args(sliced))
+    assert len(source) == 8
+    assert prompts(source.get_samples(9)) == [*everything, "p1"]
+    shuffled = prompts(RolloutDataSourceWithBuffer(make_args(sliced, rollout_shuffle=True)).get_samples(8))
+    assert shuffled != everything
+    assert sorted(shuffled) == everything
+
+
+def test_weighted_files_keep_their_shares_and_resume_exactly(write, make_args):
+    paths = [write(rows(3)), write([{"input": f"q{i}"} for i in range(12)], "other.jsonl")]
+
+    def source():
+        return RolloutDataSourceWithBuffer(make_args(paths, prompt_data_weights=[2, 1], rollout_shuffle=True))
+
+    whole, first, second = source(), source(), source()
+    taken = prompts(whole.get_samples(36))
+    assert [sum(p.startswith("p") for p in taken[: 3 * t]) for t in range(1, 13)] == [2 * t for t in range(1, 13)]
+    assert Counter(p for p in taken if p.startswith("p")) == {f"p{i}": 8 for i in range(3)}
+    assert sorted(p for p in taken if p.startswith("q")) == sorted(f"q{i}" for i in range(12))
+    assert (whole.epoch, whole.offset) == (2, 6)  # an epoch is 15 draws, as many as there are rows
+    before = prompts(first.get_samples(7))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert before + prompts(second.get_samples(29)) == taken
+    unweighted = RolloutDataSourceWithBuffer(make_args(paths, rollout_shuffle=True))
+    with pytest.raises(DataError, match=r"weights \[2, 1\]"):
+        unweighted.load_state_dict(first.state_dict())
+
+
+# Case C07.
+def test_a_changed_file_is_refused_and_accepted_when_told_so(write, make_args, caplog):
+    path = write(rows(6))
+    source = RolloutDataSourceWithBuffer(make_args(path))
+    source.add_samples(source.get_samples(4)[:1])
+    state = json.loads(json.dumps(source.state_dict()))
+    write([{"input": f"r{i}", "label": str(i)} for i in range(6)])  # as long as before
+    with pytest.raises(DataError, match=r"made with .*data.jsonl[\s\S]*--accept-changed-data goes on with the data"):
+        RolloutDataSourceWithBuffer(make_args(path)).load_state_dict(state)
+    changed = RolloutDataSourceWithBuffer(make_args(path, accept_changed_data=True))
+    changed.load_state_dict(state)
+    assert "it starts at the first row (--accept-changed-data)" in caplog.text
+    groups = changed.get_samples(3)
+    assert prompts(groups) == ["p0", "r0", "r1"]  # the buffer is kept
+    assert [group[0].group_index for group in groups] == [0, 4, 5]
+    assert (changed.epoch, changed.offset) == (0, 2)
+    resumed = RolloutDataSourceWithBuffer(make_args(path, accept_changed_data=True))
+    resumed.load_state_dict(changed.state_dict())
+    assert prompts(resumed.get_samples(1)) == ["r2"]  # the flag may stay: nothing changed since
+
+
+def test_without_a_dataset_samples_are_blank_and_numbered(make_args):
+    args = make_args([], disable_rollout_global_dataset=True)
+    source = RolloutDataSourceWithBuffer(args)
+    assert len(source) == 0
+    first = source.get_samples(2)
+    assert [(s.group_index, s.index, s.prompt, s.tokens) for g in first for s in g] == [
+        (0, 0, "", []),
+        (0, 1, "", []),
+        (1, 2, "", []),
+        (1, 3, "", []),
+    ]
+    assert source.metrics() == {"rollout/buffered_groups": 0.0}
+    resumed = RolloutDataSourceWithBuffer(args)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert resumed.get_samples(1)[0][0].group_index == 2
+
+
+def test_a_sample_knows_file_and_line_of_its_row(write, make_args):
+    path = write('{"input": "a"}\n\n{"input": "b"}\n')
+    source = RolloutDataSourceWithBuffer(make_args(path))
+    samples = [group[0] for group in source.get_samples(3)]
+    assert [source.place_of(sample) for sample in samples] == [(path, 1), (path, 3), (path, 1)]
+    assert source.place_of(Sample()) == (path, None)
+
+
+def test_tools_become_metadata_and_each_sample_has_its_own(write, make_args, tokenizer):
+    tool = {"type": "function", "function": {"name": "f"}}
+    hi = [{"role": "user", "content": "hi"}]
+    path = write([{"input": hi, "tools": json.dumps([tool]), "metadata": {"k": 1}}])
+    a, b = RolloutDataSourceWithBuffer(make_args(path, rollout_max_context_len=200)).get_samples(1)[0]
+    assert a.metadata == {"k": 1, "tools": [tool]}
+    assert a.tokens == tokenizer.apply_chat_template(
+        hi, tools=[tool], tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    a.metadata["tools"][0]["function"]["name"] = "g"
+    assert b.metadata["tools"] == [tool]
 
 
 def test_the_models_own_limit_holds_where_no_context_length_is_set(write, make_args):
@@ -221,6 +391,7 @@ def test_the_models_own_limit_holds_where_no_context_length_is_set(write, make_a
     assert len(RolloutDataSourceWithBuffer(make_args(path, rollout_max_context_len=100))) == 1
 
 
+# Case C13.
 def test_fine_tuning_gets_messages_as_the_file_has_them_whatever_the_flag(write, make_args):
     conversation = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     for flag in (False, True):
@@ -228,3 +399,11 @@ def test_fine_tuning_gets_messages_as_the_file_has_them_whatever_the_flag(write,
         sample = RolloutDataSourceWithBuffer(args).get_samples(1)[0][0]
         assert sample.prompt == conversation
         assert sample.tokens == []
+
+
+def test_a_label_that_the_reward_cannot_grade_against_names_file_and_line(make_args, write):
+    path = write([{"input": "a", "label": "5"}, {"input": "b", "label": "abc"}])
+    args = make_args(path, label_key="label", rm_type="dapo")
+    with pytest.raises(DataError, match=r":2.*'abc'"):
+        RolloutDataSourceWithBuffer(args)
+    RolloutDataSourceWithBuffer(make_args(path, label_key="label", rm_type="dapo", custom_rm_path="my.reward"))

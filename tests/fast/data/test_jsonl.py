@@ -10,6 +10,7 @@ def error_of(path):
     return caught.value
 
 
+# Case C01.
 def test_blank_lines_are_skipped_and_line_numbers_count_them(write):
     assert list(read_jsonl(write('{"id":1}\n\n   \r\n{"id":2}'))) == [(1, {"id": 1}), (4, {"id": 2})]
 
@@ -18,6 +19,7 @@ def test_a_byte_order_mark_does_not_cost_the_first_row(write):
     assert list(read_jsonl(write(b'\xef\xbb\xbf{"id":1}\n{"id":2}\n'))) == [(1, {"id": 1}), (2, {"id": 2})]
 
 
+# Case C01.
 def test_bad_json_stops_with_file_line_and_reason(write):
     path = write('{"id":1}\n{bad\n{"id":3}\n')
     error = error_of(path)

@@ -117,6 +117,52 @@ def test_the_length_filter_counts_what_the_template_arguments_add(write, tokeniz
     assert "all 2 prompts" in str(error_of(path, tokenizer, **kept, template_kwargs={"quiet": True}))
 
 
+# Case C10.
+def test_the_length_filter_counts_the_tools(write, tokenizer):
+    tools = [{"name": "f" * 35}]
+    without = {"input": [{"role": "user", "content": "x" * 21}]}
+    lengths = [
+        len(load(write([row]), tokenizer, tool_key="tools").rows[0].tokens)
+        for row in (without, {**without, "tools": tools})
+    ]
+    assert lengths == [40, 90]
+    loaded = load(write([without, {**without, "tools": tools}]), tokenizer, tool_key="tools", max_prompt_len=50)
+    assert (len(loaded.rows), loaded.num_dropped) == (1, 1)
+    assert (
+        load(write([{**without, "tools": tools}]), tokenizer, max_prompt_len=50).num_dropped == 0
+    )  # key not asked for
+
+
+@pytest.mark.parametrize(
+    ("tools", "problem"),
+    [
+        ("{", "'tools' is text but not JSON: Expecting"),
+        ('{"name": "f"}', "'tools' is dict, not a list"),
+        (3, "'tools' is int, not a list"),
+        (["f"], "'tools' holds str, not an object"),
+    ],
+)
+def test_tools_that_are_none_stop_with_their_line(write, tools, problem):
+    error = error_of(write([{"input": "a"}, {"input": "a", "tools": tools}]), tool_key="tools")
+    assert error.line == 2
+    assert problem in str(error)
+    assert "--tool-key" in str(error)
+
+
+def test_rows_without_tools_have_none(write):
+    rows = load(
+        write([{"input": "a"}, {"input": "a", "tools": None}, {"input": "a", "tools": ""}]), tool_key="tools"
+    ).rows
+    assert [(row.metadata, row.tools) for row in rows] == [({}, None), ({}, None), ({"tools": []}, None)]
+
+
+def test_a_label_that_the_given_check_refuses_stops_with_its_line(write):
+    path = write([{"input": "a", "label": "4"}, {"input": "a", "label": "four"}])
+    error = error_of(path, label_key="label", label_problem=lambda label, _: None if label.isdigit() else "is no number")
+    assert error.line == 2
+    assert "the label 'four' is no number" in str(error)
+
+
 def test_a_prompt_that_fills_the_context_is_an_error_with_both_lengths_and_the_flag(write, tokenizer):
     path = write([{"input": "short"}, {"input": "x" * 31}])
     error = error_of(path, tokenizer, max_context_len=32)

@@ -38,18 +38,24 @@ def trajectories(group: Iterable[Any]) -> list[list[Sample]]:
     return list(found.values())
 
 
-def trajectory_rewards(group: Iterable[Any], reward_key: str | None) -> list[float]:
-    """One reward per trajectory of a group.
+def trajectory_rewards(group: Iterable[Any], reward_key: str | None) -> list[float | None]:
+    """One reward per trajectory of a group; None for one that was not scored.
 
     Raises TrainingError when siblings disagree or a reward is not a finite number.
     """
     return [trajectory_reward(siblings, reward_key) for siblings in trajectories(group)]
 
 
-def trajectory_reward(siblings: list[Sample], reward_key: str | None) -> float:
-    """The reward that all samples of one trajectory share; raises TrainingError naming the samples otherwise."""
-    values: list[float] = []
+def trajectory_reward(siblings: list[Sample], reward_key: str | None) -> float | None:
+    """The reward that all samples of one trajectory share; raises TrainingError naming the samples otherwise.
+
+    None, in the sample or under the key of its reward object, stands for a trajectory that was not scored.
+    """
+    values: list[float | None] = []
     for sample in siblings:
+        if is_unscored(sample.reward, reward_key):
+            values.append(None)
+            continue
         try:
             values.append(sample.get_reward_value(reward_key))
         except ValueError as error:
@@ -60,6 +66,13 @@ def trajectory_reward(siblings: list[Sample], reward_key: str | None) -> float:
             f"the rewards {values}; give every sample of a trajectory the same reward"
         )
     return values[0]
+
+
+def is_unscored(reward: Any, reward_key: str | None) -> bool:
+    """Whether a reward is None, or an object whose entry under `reward_key` is: nobody judged, so it is no 0."""
+    if isinstance(reward, dict):
+        return reward_key is not None and reward_key in reward and reward[reward_key] is None
+    return reward is None
 
 
 def excerpt(sample: Sample, limit: int = 160) -> str:

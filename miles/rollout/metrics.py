@@ -20,12 +20,17 @@ REPETITION_RATIO = 10.0
 
 
 def rollout_metrics(
-    groups: Sequence[RolloutGroup], *, reward_key: str | None = None, elapsed_s: float | None = None
+    groups: Sequence[RolloutGroup],
+    *,
+    reward_key: str | None = None,
+    elapsed_s: float | None = None,
+    passrate: bool = False,
 ) -> dict[str, float]:
     """Metrics of finished groups, all under `rollout/`.
 
-    `elapsed_s`, the seconds spent on collecting them, adds `rollout/response_tokens_per_s`. A metric without any
-    defined value is left out.
+    `elapsed_s`, the seconds spent on collecting them, adds `rollout/response_tokens_per_s`, and `passrate`
+    `rollout/pass@k`. A metric without any defined value is left out: rewards that are None, NaN or infinite enter none,
+    and are counted in `rollout/unscored`. `metadata["raw_reward"]` replaces a reward in the mean.
     """
     samples = [s for group in groups for s in flatten(group)]
     if not samples:
@@ -45,6 +50,9 @@ def rollout_metrics(
     }
     if elapsed_s:
         metrics["rollout/response_tokens_per_s"] = float(lengths_B.sum()) / elapsed_s
+    if passrate:
+        rewards_P_G = [[reported_reward(t[0], reward_key) for t in trajectories(group)] for group in groups if group]
+        metrics |= {f"rollout/pass@{k}": value for k, value in mean_pass_at_k(rewards_P_G).items()}
     return metrics | _reward_metrics(groups, reward_key) | _version_metrics(samples) | _cache_metrics(samples)
 
 
@@ -52,7 +60,7 @@ def _reward_metrics(groups: Sequence[RolloutGroup], reward_key: str | None) -> d
     rewards_P_G = [
         [defined_reward(siblings[0], reward_key) for siblings in trajectories(group)] for group in groups if group
     ]
-    flat = [r for rewards_G in rewards_P_G for r in rewards_G]
+    flat = [reported_reward(siblings[0], reward_key) for group in groups for siblings in trajectories(group)]
     scored = [r for r in flat if r is not None]
     if not scored:
         return {}
@@ -103,7 +111,8 @@ def _mean(values: Iterable[bool]) -> float:
 def eval_metrics(data: Mapping[str, Mapping[str, Any]], reward_key: str | None) -> dict[str, float]:
     """Metrics of an evaluation function that returned results without any, from its `rewards` and `truncated`.
 
-    `eval/NAME` is the mean of the defined rewards, left out when there is none; `/unscored` counts the others.
+    `eval/NAME` is the mean of the defined rewards, left out when there is none; `/unscored` counts the others, and
+    `/none_reward_ratio` is their share.
     """
     metrics: dict[str, float] = {}
     for name, result in data.items():
@@ -112,9 +121,18 @@ def eval_metrics(data: Mapping[str, Mapping[str, Any]], reward_key: str | None) 
         if scored:
             metrics[f"eval/{name}"] = float(np.mean(scored))
         metrics[f"eval/{name}/unscored"] = float(len(found) - len(scored))
+        if found:
+            metrics[f"eval/{name}/none_reward_ratio"] = 1 - len(scored) / len(found)
         if len(truncated := result.get("truncated", [])):
             metrics[f"eval/{name}/truncated_ratio"] = _mean(map(bool, truncated))
     return metrics
+
+
+def reported_reward(sample: Sample, reward_key: str | None) -> float | None:
+    """What is reported as the sample's reward: `metadata["raw_reward"]` where it has one, else its reward, if finite."""
+    if "raw_reward" in sample.metadata:
+        return _defined(sample.metadata["raw_reward"], None)
+    return defined_reward(sample, reward_key)
 
 
 def defined_reward(sample: Sample, reward_key: str | None) -> float | None:
@@ -144,6 +162,35 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
         raise ValueError(f"pass@{k} is not defined for {num_correct} correct of {num_samples} samples")
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def mean_pass_at_k(rewards_P_n: Iterable[Sequence[float | None]]) -> dict[int, float]:
+    """`pass_at_k` for k = 1, 2, 4, ..., each averaged over the prompts with at least k samples, all of them scored.
+
+    A sample is correct when its reward is 1. Empty when no prompt is complete: one sample that nobody judged may have
+    been the correct one.
+    """
+    complete = [list(rewards) for rewards in rewards_P_n if rewards and None not in rewards]
+    largest = max(map(len, complete), default=0)
+    found: dict[int, float] = {}
+    for k in (1 << e for e in range(largest.bit_length())):
+        values = [pass_at_k(len(r), sum(x == 1.0 for x in r), k) for r in complete if len(r) >= k]
+        if values:
+            found[k] = float(np.mean(values))
+    return found
+
+
+def length_metrics(key: str, lengths: Sequence[int]) -> dict[str, float]:
+    """`KEY/mean`, `/median`, `/p95` and `/max` of some lengths; none of nothing."""
+    if not lengths:
+        return {}
+    values = np.asarray(lengths, dtype=np.float64)
+    return {
+        f"{key}/mean": float(values.mean()),
+        f"{key}/median": float(np.median(values)),
+        f"{key}/p95": float(np.percentile(values, 95)),
+        f"{key}/max": float(values.max()),
+    }
 
 
 def finite_only(metrics: Mapping[str, float]) -> tuple[dict[str, float], int]:

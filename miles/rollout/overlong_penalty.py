@@ -40,3 +40,16 @@ def overlong_penalties(groups: Sequence[RolloutGroup], penalty: OverlongPenalty)
         for s in siblings
     }
     return np.asarray([by_sample[id(s)] for group in groups for s in flatten(group)], dtype=np.float64)
+
+
+def overlong_metrics(groups: Sequence[RolloutGroup], penalty: OverlongPenalty | None) -> dict[str, float]:
+    """`rollout/overlong_penalty`, the mean over scored trajectories of what is taken off; nothing without a penalty."""
+    if penalty is None:
+        return {}
+    taken = [
+        penalty.of(max(sibling.response_length for sibling in siblings))
+        for group in groups
+        for siblings in trajectories(group)
+        if any(s.reward is not None for s in siblings)
+    ]
+    return {"rollout/overlong_penalty": float(np.mean(taken))} if taken else {}

@@ -1,9 +1,9 @@
-"""What a dynamic sampling filter returns, and how it is called."""
+"""What a dynamic sampling filter returns, and how several are asked."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,33 @@ class DynamicFilterOutput:
     reason: str | None = None
 
 
-async def call_dynamic_filter(fn: Callable[..., Any] | None, path: str, args: Any, group: Any) -> DynamicFilterOutput:
-    """Ask the filter about one finished group; without a filter every group is kept.
+class DynamicFilters:
+    """The filters of `--dynamic-sampling-filter-path`, asked in order; the first that drops a group decides.
+
+    Without filters every group is kept. Raises HookError when a path does not import.
+    """
+
+    def __init__(self, paths: Sequence[str] = ()) -> None:
+        from miles.core.plugins import load_function
+
+        self.paths = tuple(paths)
+        self._filters: list[tuple[str, Callable[..., Any]]] = [(path, load_function(path)) for path in paths]
+
+    async def judge(self, args: Any, group: Any) -> DynamicFilterOutput:
+        """Whether to keep one finished group; a dropped one has a reason."""
+        for path, fn in self._filters:
+            verdict = await call_dynamic_filter(fn, path, args, group)
+            if not verdict.keep:
+                return DynamicFilterOutput(keep=False, reason=verdict.reason or "filtered")
+        return DynamicFilterOutput(keep=True)
+
+
+async def call_dynamic_filter(fn: Callable[..., Any], path: str, args: Any, group: Any) -> DynamicFilterOutput:
+    """Ask one filter about one finished group.
 
     Accepts a plain truth value in place of `DynamicFilterOutput`. Raises HookError when the filter raises or returns
     something without a truth value.
     """
-    if fn is None:
-        return DynamicFilterOutput(keep=True)
     try:
         verdict = fn(args, group)
         if inspect.isawaitable(verdict):

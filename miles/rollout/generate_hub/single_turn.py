@@ -9,6 +9,7 @@ from typing import Any, cast
 from miles.core.samples import Sample
 from miles.errors import EngineError
 from miles.rollout.base_types import GenerateFnInput, GenerateFnOutput
+from miles.rollout.dataset.rows import tools_of
 from miles.rollout.inference_rollout.state import GenerateState
 from miles.utils.chat_template_utils import encode_prompt
 from miles.utils.http_utils import MOST_BREAKS, REQUEST_ID, TransportError, post, post_stream
@@ -44,7 +45,8 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
         if left <= 0:
             sample.status = Sample.Status.TRUNCATED
             break
-        params = {**input.sampling_params, "max_new_tokens": left}
+        least = input.sampling_params.get("min_new_tokens", 0) - sample.response_length
+        params = {**input.sampling_params, "max_new_tokens": left, "min_new_tokens": min(max(least, 0), left)}
         before = sample.response_length
         requests += 1
         try:
@@ -71,7 +73,8 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
 
 def prompt_ids(state: GenerateState, sample: Sample) -> list[int]:
     """Token ids of a prompt that came without them, with the run's chat template settings."""
-    return list(encode_prompt(state.tokenizer, sample.prompt, state.args.apply_chat_template_kwargs))
+    tools = tools_of(sample.metadata)
+    return list(encode_prompt(state.tokenizer, sample.prompt, state.args.apply_chat_template_kwargs, tools))
 
 
 def response_budget(max_new_tokens: int, prompt_len: int, max_context_len: int | None) -> int:

@@ -16,27 +16,25 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from miles.core.ledger import Ledger
 from miles.core.ports import DataSource
 from miles.core.samples import Group
-from miles.errors import ConfigError, DataError, HookError, MilesError, TrainingError
+from miles.errors import ConfigError, DataError, HookError, MilesError, StalledError, TrainingError
 from miles.rollout.base_types import RolloutGroup
-from miles.rollout.filter_hub.base_types import call_dynamic_filter
+from miles.rollout.filter_hub.base_types import DynamicFilters
 from miles.rollout.groups import excerpt, flatten
 from miles.rollout.inference_rollout.compatibility import describe_error
 from miles.rollout.inference_rollout.error_context import with_context
 from miles.rollout.inference_rollout.generate_and_reward import generate_group
+from miles.rollout.inference_rollout.starvation import Starvation
 from miles.rollout.inference_rollout.state import GenerateState
 
 logger = logging.getLogger(__name__)
 
-MOST_DROPS_PER_PROMPT = 20
-"""The step fails after this many times the batch size of groups were dropped in a row, without one kept."""
-PERMANENT_ERRORS = (ConfigError, DataError)
+PERMANENT_ERRORS = (ConfigError, DataError, TrainingError)
 """Errors that come again however often a group is tried. So does whatever is not Miles' own: a fault of this code,
 since errors of users' functions come as HookError."""
 
@@ -89,12 +87,16 @@ class Collector:
         batch_size: int,
         wave_size: int,
         max_retries: int,
-        dynamic_filter: Callable[..., Any] | None = None,
-        dynamic_filter_path: str = "",
+        group_timeout_s: float | None = None,
+        filters: DynamicFilters | None = None,
+        max_filtered_batches: int = 20,
         ledger: Ledger | None = None,
         in_order: bool = False,
     ) -> None:
-        """With `in_order`, groups are judged in the order in which they were issued, whenever they finish.
+        """A group that takes longer than `group_timeout_s` counts as failed. When `filters` drop `max_filtered_batches`
+        times the batch size of groups in a row, the step fails.
+
+        With `in_order`, groups are judged in the order in which they were issued, whenever they finish.
 
         What a batch holds, what is dropped, what is started and what goes back then depends on the groups alone, not on
         the time that each took.
@@ -102,7 +104,9 @@ class Collector:
         self._state, self._source, self._ledger = state, data_source, ledger or Ledger()
         self._in_order = in_order
         self._batch_size, self._wave_size, self._max_retries = batch_size, wave_size, max_retries
-        self._filter, self._filter_path = dynamic_filter, dynamic_filter_path
+        self._group_timeout_s = group_timeout_s
+        self._filters = filters or DynamicFilters()
+        self._most_drops = max_filtered_batches * batch_size
 
     async def collect(self) -> Collected:
         """A batch of groups, kept ones sorted by their number.
@@ -110,13 +114,13 @@ class Collector:
         Every group that was started ends as kept, dropped by the filter, or given back to the data source as it came:
         surplus, or everything when the step fails. Raises the error of a group that failed once more than
         `max_retries` allows (in order of issue: when its turn comes, so not for surplus), and TrainingError when the
-        filter keeps nothing.
+        filters keep nothing for too long.
         """
         started_at = time.monotonic()
         result = Collected()
         running: dict[asyncio.Task[RolloutGroup], _InFlight] = {}
         held: list[_InFlight] = []
-        drops_in_a_row = 0
+        starvation = Starvation(self._filters.paths, self._most_drops)
         try:
             while len(result.kept) < self._batch_size:
                 while len(result.kept) + len(running) < self._batch_size:
@@ -136,17 +140,16 @@ class Collector:
                     held.append(group)
                     self._ledger.finish(group.number)
                     result.finished.append(finished)
-                    verdict = await call_dynamic_filter(self._filter, self._filter_path, self._state.args, finished)
+                    verdict = await self._filters.judge(self._state.args, finished)
                     if verdict.keep:
                         result.kept.append(finished)
-                        drops_in_a_row = 0
+                        starvation.note_kept()
                     else:
                         reason = verdict.reason or "filtered"
                         result.dropped[reason] += 1
                         held.remove(group)
                         self._ledger.drop(group.number, reason)
-                        drops_in_a_row += 1
-                        self._check_drops(drops_in_a_row, result)
+                        starvation.note_dropped(finished, reason)
         except BaseException as error:
             await self._cancel(running)
             try:
@@ -192,8 +195,10 @@ class Collector:
         Raises the last error, with what was tried, when the group failed once more than `max_retries` allows.
         """
         while True:
+            limit = asyncio.timeout(self._group_timeout_s)
             try:
-                return await generate_group(self._state, copy.deepcopy(group.prompt))
+                async with limit:
+                    return await generate_group(self._state, copy.deepcopy(group.prompt))
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
@@ -202,6 +207,10 @@ class Collector:
                     "a generate or reward function ended its own task by raising CancelledError; let it raise "
                     "another error"
                 )
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                error = StalledError(f"it took longer than {self._group_timeout_s:g} s (--rollout-group-timeout)")
             except Exception as found:
                 if isinstance(found, PERMANENT_ERRORS) or not isinstance(found, MilesError):
                     raise
@@ -225,16 +234,6 @@ class Collector:
         if isinstance(error, Exception):
             self._ledger.fail(group.number, type(error).__name__)
         raise error
-
-    def _check_drops(self, drops_in_a_row: int, result: Collected) -> None:
-        if drops_in_a_row >= MOST_DROPS_PER_PROMPT * self._batch_size:
-            reasons = ", ".join(f"{reason} ({n})" for reason, n in result.dropped.most_common())
-            raise TrainingError(
-                f"the dynamic filter {self._filter_path} dropped {drops_in_a_row} prompt groups in a row: {reasons}; "
-                f"{len(result.kept)} of {self._batch_size} were kept before\n"
-                "    fix: choose prompts that the model solves sometimes but not always, check the reward, or run "
-                "without --dynamic-sampling-filter-path"
-            )
 
     async def _cancel(self, running: dict[asyncio.Task[RolloutGroup], _InFlight]) -> None:
         """End what still runs: its connections close, the router ends the requests, and the engines drop them."""

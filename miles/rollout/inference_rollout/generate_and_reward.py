@@ -75,6 +75,7 @@ async def generate_sample(
     finally:
         state.semaphore.release()
     _mark_siblings(path, sample, output.samples)
+    await state.sample_hooks(state.args, flatten(output.samples), rollout_id=state.rollout_id, evaluation=evaluation)
     return output.samples
 
 

@@ -14,11 +14,13 @@ from miles.rollout.base_types import (
     RolloutFnTrainInput,
     RolloutFnTrainOutput,
 )
+from miles.rollout.filter_hub.base_types import DynamicFilters
 from miles.rollout.inference_rollout.collect import Collector, by_index
 from miles.rollout.inference_rollout.compatibility import describe_error
 from miles.rollout.inference_rollout.evaluate import Evaluator
 from miles.rollout.inference_rollout.state import GenerateState
 from miles.rollout.metrics import finite_only
+from miles.rollout.rm_hub.alarms import ConstantRewardAlarm
 
 
 class InferenceRolloutFn:
@@ -36,17 +38,20 @@ class InferenceRolloutFn:
             batch_size=args.rollout_batch_size,
             wave_size=args.over_sampling_batch_size or args.rollout_batch_size,
             max_retries=args.rollout_max_group_retries,
-            dynamic_filter=_load(args.dynamic_sampling_filter_path),
-            dynamic_filter_path=args.dynamic_sampling_filter_path or "",
+            group_timeout_s=args.rollout_group_timeout,
+            filters=DynamicFilters(args.dynamic_sampling_filter_path),
+            max_filtered_batches=args.max_filtered_batches,
             ledger=input.ledger,
             in_order=args.deterministic_mode,
         )
-        self._evaluator = Evaluator(args, self.state.tokenizer, self.state.max_context_len)
+        self._constant_alarm = ConstantRewardAlarm(args.reward_key)
+        self._evaluator = Evaluator(args, self.state.tokenizer)
 
     async def __call__(
         self, input: RolloutFnTrainInput | RolloutFnEvalInput
     ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
         """A batch of `--rollout-batch-size` groups, or the results of every evaluation dataset."""
+        self.state.rollout_id = input.rollout_id
         if isinstance(input, RolloutFnEvalInput):
             return await self._evaluator.evaluate(input.generate_state or self.state)
         return await self._train(input)
@@ -57,10 +62,13 @@ class InferenceRolloutFn:
 
     async def close(self) -> None:
         """End the reward workers."""
+        await self._evaluator.close()
         await self.state.close()
 
     async def _train(self, input: RolloutFnTrainInput) -> RolloutFnTrainOutput:
-        collected = await self._collector.collect()
+        args = self.args
+        with self.state.reward_hub.step(args.rollout_batch_size * args.n_samples_per_prompt):
+            collected = await self._collector.collect()
         await _run_hook(self._sample_filter, self.args.rollout_sample_filter_path, self.args, collected.kept)
         finished = sorted(collected.finished, key=by_index)
         await _run_hook(
@@ -70,7 +78,7 @@ class InferenceRolloutFn:
             finished,
             self.data_source,
         )
-        rewards, _ = finite_only(self.state.reward_hub.metrics())
+        rewards, _ = finite_only(self.state.reward_hub.metrics() | self._constant_alarm.look(finished))
         return RolloutFnTrainOutput(samples=collected.kept, metrics={**collected.metrics(), **rewards})
 
 

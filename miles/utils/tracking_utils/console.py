@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 from rich.console import Console as RichConsole
 
+from miles.utils.tracking_utils.eval_table import eval_table
+
 
 def duration(seconds: float) -> str:
     """`1:02:03` or `2:03`."""
@@ -68,6 +70,10 @@ class Console:
         """The line of a step, or of an evaluation."""
         if "perf/train_time" in metrics:
             self.say(self._step_line(step, metrics))
+        if not self._steps and any(k.startswith("eval/") for k in metrics):
+            for line in eval_table(metrics):
+                self.say(line)
+            return
         evals = {k: v for k, v in metrics.items() if k.startswith("eval/") and k.count("/") == 1}
         if evals:
             shown = "  ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in evals.items())
@@ -87,6 +93,8 @@ class Console:
             if name in metrics:
                 unit = " s" if name.endswith("_time") else ""
                 parts.append(f"{label} {metrics[name]:{form}}{unit}")
+        if too_long := metrics.get("rollout/dropped_prompts"):
+            parts.append(f"prompts dropped {too_long:.0f}")
         done = step - self._steps.start + 1
         per_step = (time.monotonic() - self._started_at) / max(done, 1)
         parts.append(f"left {duration(per_step * (len(self._steps) - done))}")

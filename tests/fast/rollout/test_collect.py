@@ -95,6 +95,7 @@ def test_dropped_groups_are_replaced_and_counted_by_reason(tmp_path):
 
 
 def test_one_rejected_group_starts_one_more_when_groups_start_singly(tmp_path):
+    # Case E03.
     async def test():
         rollout = {
             "batch_size": 8,
@@ -116,6 +117,7 @@ def test_one_rejected_group_starts_one_more_when_groups_start_singly(tmp_path):
 
 
 def test_surplus_groups_are_cancelled_and_come_again_as_they_were(tmp_path):
+    # Cases E03, E04, E18.
     async def test():
         async def script(request):
             group = int(request["rid"].split("-")[0])
@@ -152,6 +154,7 @@ def test_surplus_groups_are_cancelled_and_come_again_as_they_were(tmp_path):
 
 
 def test_finished_surplus_is_given_back_too_and_nothing_is_lost(tmp_path):
+    # Case E04.
     async def test():
         (output,), _, source, ledger = await collect(tmp_path, rollout={"over_sampling_batch_size": 4})
         kept = {g[0].group_index for g in output.samples}
@@ -184,6 +187,7 @@ def test_a_failed_group_is_tried_again_from_its_prompt(tmp_path):
 
 
 def test_a_group_that_keeps_failing_stops_the_step_and_names_its_prompt(tmp_path):
+    # Case E19.
     async def test():
         def script(request):
             return reply([5], output_token_logprobs=[]) if request["rid"].startswith("1-") else answers(request)
@@ -269,6 +273,14 @@ def test_a_filter_that_drops_everything_ends_with_an_error(tmp_path):
             TrainingError, match=re.escape(f"{HERE}.drop_everything dropped 40 prompt groups in a row")
         ):
             await collect(tmp_path, rollout=rollout)
+        rollout["max_filtered_batches"] = 2
+        with pytest.raises(TrainingError) as caught:
+            await collect(tmp_path, rollout=rollout)
+        text = str(caught.value)
+        assert "dropped 4 prompt groups in a row (--max-filtered-batches): filtered (4); 0 were kept before" in text
+        assert text.count("dropped as filtered: sample") == text.count("prompt: ") == text.count("response (") == 3
+        shown = r"sample \d+ \(group \d\), rewards of the group [\d., ]+\n +prompt: \d\+1=\n +response \(completed, \d tokens\): "
+        assert len(re.findall(shown, text)) == 3
 
     run(test())
 
@@ -506,5 +518,74 @@ def test_in_order_of_issue_a_group_that_keeps_failing_stops_the_step_only_when_i
         broken = 1
         with pytest.raises(MilesError, match="prompt group 1 failed 3 times"):
             await collect(tmp_path, script, **sections)
+
+    run(test())
+
+
+def test_a_batch_that_fills_slowly_is_not_starved(tmp_path):
+    async def test():
+        rollout = {"dynamic_sampling_filter_path": f"{HERE}.drop_even_groups", "max_filtered_batches": 1}
+        (output,), *_ = await collect(tmp_path, rollout=rollout | {"over_sampling_batch_size": 1})
+        assert output.metrics["rollout/dynamic_filter/dropped"] == 2.0
+
+    run(test())
+
+
+def test_several_filters_are_asked_in_order_and_each_reason_is_counted(tmp_path):
+    async def test():
+        hub = "miles.rollout.filter_hub.dynamic_sampling_filters"
+        filters = [f"{hub}.check_reward_nonzero_std", f"{HERE}.drop_even_groups"]
+
+        def script(request):
+            group = int(request["rid"].split("-")[0])
+            return reply([*ids("a"), END], text="a") if group == 1 else answers(request)
+
+        (output,), *_ = await collect(tmp_path, script, rollout={"dynamic_sampling_filter_path": filters})
+        counts = {k: v for k, v in output.metrics.items() if "dynamic_filter/drop_" in k}
+        assert counts["rollout/dynamic_filter/drop_zero_std_0.0"] == 1.0
+        assert counts["rollout/dynamic_filter/drop_filtered"] >= 2.0
+        assert [g[0].group_index for g in output.samples] == [3, 5]
+
+    run(test())
+
+
+def test_a_group_that_hangs_is_cancelled_and_tried_again_then_reported(tmp_path):
+    # Case E19.
+    async def test():
+        seen: list[int] = []
+
+        async def script(request):
+            group = int(request["rid"].split("-")[0])
+            seen.append(group)
+            if group == 2:
+                await asyncio.sleep(30)
+            return answers(request)
+
+        rollout = {"batch_size": 4, "group_timeout_s": 0.3, "max_group_retries": 1}
+        with pytest.raises(MilesError, match=r"longer than 0\.3 s(.|\n)*prompt group 2 failed 2 times; prompt: 2\+1="):
+            await collect(tmp_path, script, rollout=rollout)
+        assert seen.count(2) == 4
+
+    run(test())
+
+
+def test_raised_and_hung_groups_of_one_batch_are_both_tried_again(tmp_path):
+    # Case E19.
+    async def test():
+        tries: dict[int, int] = {}
+
+        async def script(request):
+            group, index = (int(x) for x in request["rid"].split("-")[:2])
+            tries[index] = tries.get(index, 0) + 1
+            if group == 1 and tries[index] == 1:
+                return reply([5], output_token_logprobs=[])
+            if group == 2 and tries[index] == 1:
+                await asyncio.sleep(30)
+            return answers(request)
+
+        (output,), _, _, ledger = await collect(tmp_path, script, rollout={"batch_size": 4, "group_timeout_s": 0.5})
+        assert [g[0].group_index for g in output.samples] == [0, 1, 2, 3]
+        assert output.metrics["rollout/group_retries"] == 2.0
+        assert ledger.failed == {}
 
     run(test())

@@ -2,9 +2,11 @@ import asyncio
 
 import pytest
 
+from miles.config.eval_settings import EvalSettings
 from miles.core.samples import Sample
 from miles.errors import ConfigError, DataError, HookError, MilesError
 from miles.rollout.base_types import RolloutFnEvalInput, RolloutFnTrainInput
+from miles.rollout.inference_rollout.eval_summary import summarize
 from miles.rollout.inference_rollout.state import sampling_seed
 from tests.fast.rollout.scripted_engine import ScriptedEngine, reply
 from tests.fast.rollout.support import END, ids, make_args, make_rollout, run, write_rows
@@ -46,9 +48,14 @@ def test_each_dataset_has_its_mean_and_results_in_order(tmp_path):
         assert output.metrics["eval/even"] == 0.5
         assert output.metrics["eval/small"] == 1.0
         assert output.metrics["eval/even/num_samples"] == 4.0
-        assert output.metrics["eval/even/errors"] == 0.0
+        assert output.metrics["eval/even/num_prompts"] == 4.0
+        assert output.metrics["eval/even/failed"] == 0.0
+        assert output.metrics["eval/even/none_reward_ratio"] == 0.0
         assert output.metrics["eval/even/truncated_ratio"] == 0.0
-        assert output.metrics["eval/even/response_len"] == 2.0
+        lengths = {
+            k.rpartition("/")[2]: v for k, v in output.metrics.items() if k.startswith("eval/even/response_len/")
+        }
+        assert lengths == {"mean": 2.0, "median": 2.0, "p95": 2.0, "max": 2.0}
         assert output.data["even"]["rewards"] == [1.0, 0.0, 1.0, 0.0]
         assert [s.index for s in output.data["even"]["samples"]] == [0, 1, 2, 3]
         assert output.data["even"]["truncated"] == [False] * 4
@@ -99,6 +106,7 @@ def test_only_the_first_max_prompts_are_evaluated(tmp_path):
 
 
 def test_pass_at_k_uses_the_n_of_the_dataset(tmp_path):
+    # Case E15.
     def one_of_four(request):
         position = int(request["rid"].split("-")[1]) % 4
         text = str(question(request) + 1) if position == 0 else "x"
@@ -122,13 +130,15 @@ def test_pass_at_k_uses_the_n_of_the_dataset(tmp_path):
 
 
 def test_one_failed_sample_is_counted_and_left_out(tmp_path):
+    # Case E12.
     async def test():
         def script(request):
             return reply([5], output_token_logprobs=[]) if question(request) == 1 else solve(request)
 
         output, _ = await evaluate(tmp_path, script, [dataset(tmp_path, "d", 4)])
-        assert output.metrics["eval/d/errors"] == 1.0
-        assert output.metrics["eval/d/num_samples"] == 3.0
+        assert output.metrics["eval/d/failed"] == output.metrics["eval/d/unscored"] == 1.0
+        assert output.metrics["eval/d/none_reward_ratio"] == 0.25
+        assert output.metrics["eval/d/num_samples"] == 4.0
         assert output.metrics["eval/d"] == pytest.approx(2 / 3)
         assert "request 1-1-" in output.data["d"]["errors"][0]
 
@@ -136,6 +146,7 @@ def test_one_failed_sample_is_counted_and_left_out(tmp_path):
 
 
 def test_when_every_sample_fails_the_evaluation_does_too(tmp_path):
+    # Case E12.
     async def test():
         with pytest.raises(MilesError, match=r"evaluation of d .*all 2 samples failed"):
             await evaluate(tmp_path, lambda r: reply([5], finish="odd"), [dataset(tmp_path, "d", 2)])
@@ -147,19 +158,80 @@ async def score_and_style(args, samples, **_):
     return [{"score": 1.0, "style": None} for _ in samples]
 
 
-def test_a_reward_of_none_is_counted_as_unscored(tmp_path):
-    from miles.config.schema import EvalDataset
-    from miles.rollout.inference_rollout.evaluate import summarize
-
+def test_a_reward_of_none_is_counted_as_unscored():
+    # Case H07.
     rewards = [0.5, None, float("nan"), 0.8, 0.6, 0.7]
     outcomes = [[[Sample(index=i, reward=r)]] for i, r in enumerate(rewards)]
-    data, metrics = summarize(EvalDataset(name="d", path="p"), outcomes, None)
+    data, metrics = summarize(EvalSettings(name="d", path="p"), outcomes)
     assert metrics["eval/d"] == pytest.approx(0.65)
     assert (metrics["eval/d/num_samples"], metrics["eval/d/unscored"]) == (6.0, 2.0)
     assert data["rewards"] == [0.5, None, None, 0.8, 0.6, 0.7]
-    _, unscored = summarize(EvalDataset(name="d", path="p"), [[[Sample(index=0, reward={"a": None})]]], "a")
+    _, unscored = summarize(
+        EvalSettings(name="d", path="p", reward_key="a"), [[[Sample(index=0, reward={"a": None})]]]
+    )
     assert "eval/d" not in unscored
     assert "eval/d/pass@1" not in unscored
+    assert unscored["eval/d/none_reward_ratio"] == 1.0
+
+
+def test_a_failed_judge_and_an_absent_reward_are_both_unscored_and_no_zeros():
+    # Case E16.
+    outcomes: list = [
+        [[Sample(index=0, reward=1.0)]],
+        [[Sample(index=1, reward=None)]],
+        [HookError("judge", "is down")],
+    ]
+    data, metrics = summarize(EvalSettings(name="d", path="p"), outcomes)
+    assert metrics["eval/d"] == 1.0
+    assert (metrics["eval/d/num_samples"], metrics["eval/d/unscored"], metrics["eval/d/failed"]) == (3.0, 2.0, 1.0)
+    assert data["errors"] == ["HookError: judge: is down"]
+
+
+async def raises_in_the_third(args, sample, **_):
+    if sample.index == 3:
+        raise RuntimeError("the judge is down")
+    return 1.0
+
+
+async def stops_itself(input):
+    raise asyncio.CancelledError
+
+
+def test_one_of_eight_failing_leaves_seven(tmp_path):
+    # Case E12.
+    async def test():
+        reward = {"custom_rm_path": f"{__name__}.raises_in_the_third"}
+        output, _ = await evaluate(tmp_path, solve, [dataset(tmp_path, "d", 8)], reward=reward)
+        assert len(output.data["d"]["samples"]) == 7
+        assert (output.metrics["eval/d"], output.metrics["eval/d/failed"]) == (1.0, 1.0)
+        assert "the judge is down" in output.data["d"]["errors"][0]
+
+    run(test())
+
+
+def test_a_function_that_cancels_itself_fails_like_any_other_and_does_not_cancel_the_evaluation(tmp_path):
+    # Case E12.
+    async def test():
+        sets = [dataset(tmp_path, "d", 2, custom_generate_function_path=f"{__name__}.stops_itself")]
+        with pytest.raises(MilesError, match=r"ended its own task(.|\n)*all 2 samples failed"):
+            await evaluate(tmp_path, solve, sets)
+
+    run(test())
+
+
+def test_cancelling_an_evaluation_goes_through(tmp_path):
+    # Case E12.
+    async def test():
+        async def hang(request):
+            await asyncio.sleep(30)
+
+        work = asyncio.create_task(evaluate(tmp_path, hang, [dataset(tmp_path, "d", 2)]))
+        await asyncio.sleep(0.2)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+
+    run(test())
 
 
 def test_an_evaluation_between_steps_with_surplus_runs_as_any_other(tmp_path):
@@ -182,7 +254,7 @@ def test_an_evaluation_between_steps_with_surplus_runs_as_any_other(tmp_path):
             assert first.metrics["rollout/groups_returned"] == 2.0
             output = await rollout(RolloutFnEvalInput(0))
             assert output.metrics["eval/d"] == 0.5
-            assert output.metrics["eval/d/errors"] == 0.0
+            assert output.metrics["eval/d/failed"] == 0.0
             assert len((await rollout(RolloutFnTrainInput(1))).samples) == 2
             await rollout.close()
 
@@ -237,6 +309,7 @@ def test_pairs_of_name_and_file_are_datasets_too(tmp_path):
 
 
 def test_a_missing_file_is_an_error_at_start_that_names_the_dataset(tmp_path):
+    # Case H13.
     args = make_args(tmp_path, eval={"datasets": [{"name": "gsm", "path": str(tmp_path / "no.jsonl")}]})
     with pytest.raises(DataError, match=r"no\.jsonl.*evaluation dataset 'gsm'"):
         make_rollout(args)

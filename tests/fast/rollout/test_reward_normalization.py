@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.config.estimators import ESTIMATORS, group_baseline
-from miles.rollout.overlong_penalty import OverlongPenalty
+from miles.rollout.overlong_penalty import OverlongPenalty, overlong_metrics
 from miles.rollout.reward_normalization import normalize_group, normalize_rewards
 from miles.rollout.train_data_conversion import to_train_batch
 from tests.fast.rollout.test_train_data_conversion import make_sample
@@ -147,3 +147,11 @@ def test_a_trajectory_of_several_samples_is_as_long_as_its_longest_response():
     penalty = OverlongPenalty(max_response_len=10, buffer_len=4, factor=1.0)
     batch = to_train_batch([[*parts, make_sample(2, 0, 0.0)]], baseline="mean", overlong=penalty)
     assert batch["reward"].values.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_mean_penalty_is_reported_over_scored_trajectories():
+    parts = [make_sample(i, 0, 1.0, response=n, rollout_id=5) for i, n in enumerate([10, 3])]
+    others = [make_sample(2, 0, 0.0, response=8), make_sample(3, 0, None, response=10)]
+    penalty = OverlongPenalty(max_response_len=10, buffer_len=4, factor=1.0)
+    assert overlong_metrics([[*parts, *others]], penalty) == {"rollout/overlong_penalty": (1.0 + 0.5) / 2}
+    assert overlong_metrics([[*parts, *others]], None) == overlong_metrics([], penalty) == {}

@@ -44,6 +44,7 @@ def test_the_request_states_every_sampling_parameter(tmp_path):
             "top_p": 0.9,
             "top_k": 5,
             "max_new_tokens": 8,
+            "min_new_tokens": 0,
             "stop": ["?"],
             "stop_token_ids": [3],
             "skip_special_tokens": False,
@@ -71,6 +72,7 @@ def test_tokens_and_log_probs_are_the_engines_own(tmp_path):
     run(test())
 
 
+# Cases E06, E13.
 @pytest.mark.parametrize(
     ("finish", "status"), [("stop", Sample.Status.COMPLETED), ("length", Sample.Status.TRUNCATED)]
 )
@@ -113,6 +115,20 @@ def test_a_request_aborted_by_an_update_goes_on_from_its_tokens_with_exact_versi
     def engine_requests(request):
         seen.append(request["rid"])
         return seen[1:]
+
+    run(test())
+
+
+def test_a_request_that_goes_on_owes_only_what_is_left_of_its_least_length(tmp_path):
+    replies = [reply(ids("ab"), finish="abort"), reply(ids("cd"), finish="abort"), reply([*ids("e"), END])]
+
+    async def test():
+        async with ScriptedEngine(lambda r: replies[len(engine.requests) - 1]) as engine:
+            state = GenerateState(make_args(tmp_path, engine.url))
+            sample = sample_of()
+            await generate(GenerateFnInput(state, sample, {**state.params_for(sample), "min_new_tokens": 3}))
+            await state.close()
+            assert [r["sampling_params"]["min_new_tokens"] for r in engine.requests] == [3, 1, 0]
 
     run(test())
 

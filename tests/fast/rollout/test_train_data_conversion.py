@@ -5,6 +5,7 @@ import pytest
 
 from miles.core.samples import Sample
 from miles.errors import HookError, TrainingError
+from miles.rollout.overlong_penalty import OverlongPenalty
 from miles.rollout.train_data_conversion import to_train_batch
 
 
@@ -72,7 +73,6 @@ def test_rewards_of_any_number_type_become_floats():
     [
         (float("nan"), "sample 1 of group 0.*nan"),
         (float("inf"), "sample 1 of group 0.*inf"),
-        (None, "sample 1 of group 0.*None"),
         ("good", "sample 1 of group 0.*'good'"),
         ({"score": 1.0}, "sample 1 of group 0.*--reward-key"),
     ],
@@ -190,12 +190,70 @@ def test_raw_reward_of_the_metadata_is_reported_but_not_trained_on():
     assert batch["reward"].values.tolist()[0] == 1.0
 
 
+@pytest.mark.parametrize("value", ["high", float("inf"), [1.0]])
+def test_a_raw_reward_that_is_no_number_names_the_sample(value):
+    groups = two_groups()
+    groups[0][1].metadata["raw_reward"] = value
+    with pytest.raises(TrainingError, match=r'sample 1 \(group 0\): metadata\["raw_reward"\] is'):
+        to_train_batch(groups)
+
+
+def test_a_raw_reward_of_none_moves_no_mean():
+    groups = two_groups()
+    groups[0][1].metadata["raw_reward"] = None
+    batch = to_train_batch(groups)
+    assert batch["raw_reward"].values.tolist() == [1.0, 1.0, 1.0, 1.0]
+    assert batch["loss_mask"].row(1).tolist() == [1.0, 1.0, 1.0]
+
+
 def test_supervised_samples_need_no_reward():
     groups = [[make_sample(0, 0, None), make_sample(1, 0, None)]]
     batch = to_train_batch(groups, require_rewards=False)
     assert "reward" not in batch
-    with pytest.raises(TrainingError, match="reward is None"):
+    with pytest.raises(TrainingError, match="none of the 2 samples has a reward"):
         to_train_batch(groups)
+
+
+@pytest.mark.parametrize("baseline", ["mean_std", "mean", "leave_one_out", None])
+def test_a_sample_without_a_reward_is_not_trained_on_and_moves_no_mean(baseline):
+    # Cases E12, E16.
+    scored = [make_sample(0, 0, 1.0), make_sample(1, 0, 0.0), make_sample(2, 0, 0.0)]
+    alone = to_train_batch([copy.deepcopy(scored)], baseline=baseline)
+    batch = to_train_batch([[*scored, make_sample(3, 0, None)]], baseline=baseline)
+    assert batch["reward"].values.tolist()[:3] == alone["reward"].values.tolist()
+    assert batch["reward"].values.tolist()[3] == 0.0
+    assert batch["loss_mask"].row(3).tolist() == [0.0, 0.0]
+    assert batch["loss_mask"].row(0).tolist() == [1.0, 1.0]
+    assert batch["raw_reward"].values.mean() == pytest.approx(alone["raw_reward"].values.mean())
+
+
+def test_an_entry_of_a_reward_object_may_be_none_and_one_that_is_missing_is_an_error():
+    # Case E16.
+    group = [make_sample(0, 0, {"score": 1.0}), make_sample(1, 0, {"score": 0.0}), make_sample(2, 0, {"score": None})]
+    assert to_train_batch([group], reward_key="score")["loss_mask"].row(2).tolist() == [0.0, 0.0]
+    with pytest.raises(TrainingError, match=r"sample 0 of group 0: the reward object has no 'acc'"):
+        to_train_batch([group], reward_key="acc")
+
+
+def test_siblings_of_which_only_some_are_scored_are_an_error_that_names_them():
+    fragments = [make_sample(0, 0, 1.0, rollout_id=0), make_sample(1, 0, None, rollout_id=0)]
+    with pytest.raises(TrainingError, match=r"samples \[0, 1\] of group 0 form one trajectory .* \[1\.0, None\]"):
+        to_train_batch([fragments])
+
+
+def test_an_unscored_sample_loses_nothing_for_its_length():
+    group = [make_sample(0, 0, 1.0), make_sample(1, 0, 0.0), make_sample(2, 0, None, response=8)]
+    penalty = OverlongPenalty(max_response_len=8, buffer_len=4, factor=1.0)
+    batch = to_train_batch([group], baseline="mean", overlong=penalty)
+    assert batch["reward"].values.tolist() == [0.5, -0.5, 0.0]
+
+
+def test_notes_for_the_trainers_hooks_are_a_column_when_any_sample_has_one():
+    groups = two_groups()
+    assert "metadata" not in to_train_batch(groups)
+    groups[1][0].train_metadata = {"difficulty": 3}
+    column = to_train_batch(groups)["metadata"]
+    assert (column.axis, list(column.rows())) == ("opaque", [{}, {}, {"difficulty": 3}, {}])
 
 
 def test_an_empty_rollout_is_an_error():

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from miles.config.batch_math import batch_plan
+from miles.config.estimators import whitens
 from miles.config.nearest import nearest
 from miles.config.schema import RunConfig
 from miles.config.walk import leaves
@@ -18,9 +19,10 @@ class HookArgs:
     """Every setting by its flag's name, the facts of the run, and the keys of `custom`, as read-only attributes.
 
     `args.rollout_batch_size` is `--rollout-batch-size`; settings that a run may leave unset and that follow from
-    others have their value here: `eps_clip_high`, `eval_reward_key`, `over_sampling_batch_size`, `global_batch_size`
-    and `num_steps_per_rollout`. A fact wins over the setting of its name, such as `run_dir`. Lists and mappings are copies. An unknown name raises AttributeError with the nearest
-    names, so `getattr(args, "my_key", default)` works. Raises ConfigError when a key of `custom` is taken already.
+    others have their value here: `eps_clip_high`, `normalize_advantages`, `eval_reward_key`, `over_sampling_batch_size`,
+    `global_batch_size` and `num_steps_per_rollout`. A fact wins over the setting of its name, such as `run_dir`. Lists
+    and mappings are copies. An unknown name raises AttributeError with the nearest names, so
+    `getattr(args, "my_key", default)` works. Raises ConfigError when a key of `custom` is taken already.
     """
 
     __slots__ = ("_config", "_facts", "_values")
@@ -41,6 +43,11 @@ class HookArgs:
         values |= {f.name: getattr(facts, f.name) for f in dataclasses.fields(facts)}
         plan = batch_plan(config)
         values["eps_clip_high"] = _first(config.algorithm.eps_clip_high, config.algorithm.eps_clip)
+        values["normalize_advantages"] = whitens(
+            config.algorithm.advantage_estimator,
+            config.algorithm.normalize_advantages,
+            custom=config.algorithm.custom_advantage_function_path is not None,
+        )
         values["eval_reward_key"] = _first(config.reward.eval_reward_key, config.reward.reward_key)
         values["over_sampling_batch_size"] = _first(config.rollout.over_sampling_batch_size, config.rollout.batch_size)
         values["global_batch_size"] = plan.global_batch_size

@@ -10,167 +10,29 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, cast
 
 from miles.config.nearest import nearest
 from miles.config.schema import RunConfig
+from miles.core.hook_contracts import GROUP_REWARD, HOOKS, Call, Contract
 from miles.errors import ConfigError, HookError, Issue
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One way to call a hook: what is passed by position, and what by keyword."""
-
-    name: str
-    positional: tuple[str, ...]
-    keyword: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"fn({', '.join([*self.positional, *(f'{k}=...' for k in self.keyword)])})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Methods:
-    """What a class that serves as a hook must have."""
-
-    constructor: Call
-    required: tuple[tuple[str, Call], ...]
-    one_of: tuple[tuple[str, ...], ...] = ()
-    """Groups of methods of which one must be there completely."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contract:
-    """What a hook is and how it is called. A function must accept one of `calls`, a class must have `methods`."""
-
-    path: str
-    """The setting that names the hook."""
-    example: str
-    """A signature that fits, shown as the fix."""
-    calls: tuple[Call, ...] = ()
-    methods: Methods | None = None
-    must_be_async: bool = False
-    """Whether a plain function, which would hold up every other request while it waits, is refused."""
-
-
-_REWARD = Call(name="sample", positional=("args", "sample"))
-_GROUP_REWARD = Call(name="group", positional=("args", "samples"))
-_INPUT = Call(name="input", positional=("input",))
-_ROLLOUT_LEGACY = Call(name="legacy", positional=("args", "rollout_id", "data_source"), keyword=("evaluation",))
-
-
-def _rollout_contract(path: str) -> Contract:
-    return Contract(
-        path=path,
-        example="class Rollout: def __init__(self, input): ...; async def __call__(self, input): ...  "
-        "or  def fn(args, rollout_id, data_source, evaluation=False)",
-        calls=(_ROLLOUT_LEGACY,),
-        methods=Methods(constructor=_INPUT, required=(("__call__", _INPUT),)),
-    )
-
-
-GROUP_REWARD = "--custom-rm-path with --group-rm"
-
-HOOKS: dict[str, Contract] = {
-    "--custom-rm-path": Contract(
-        path="reward.custom_rm_path",
-        example="async def fn(args, sample, **kwargs) -> float",
-        calls=(_REWARD,),
-    ),
-    GROUP_REWARD: Contract(
-        path="reward.custom_rm_path",
-        example="async def fn(args, samples, **kwargs) -> list[float]",
-        calls=(_GROUP_REWARD,),
-    ),
-    "--custom-reward-post-process-path": Contract(
-        path="reward.custom_post_process_path",
-        example="def fn(args, samples) -> tuple[list[float], list[float]]",
-        calls=(Call(name="samples", positional=("args", "samples")),),
-    ),
-    "--custom-advantage-function-path": Contract(
-        path="algorithm.custom_advantage_function_path",
-        example="def fn(args, rollout_data) -> None",
-        calls=(Call(name="rollout_data", positional=("args", "rollout_data")),),
-    ),
-    "--custom-loss-function-path": Contract(
-        path="algorithm.custom_loss_function_path",
-        example="def fn(args, batch, logits, reducer) -> tuple[Tensor, dict[str, Tensor]]",
-        calls=(Call(name="loss", positional=("args", "batch", "logits", "reducer")),),
-    ),
-    "--custom-tis-function-path": Contract(
-        path="correction.custom_tis_function_path",
-        example="def fn(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs) -> "
-        "tuple[Tensor, list[Tensor] | None, dict[str, Tensor]]",
-        calls=(
-            Call(
-                name="terms",
-                positional=(),
-                keyword=(
-                    "args",
-                    "pg_loss",
-                    "train_log_probs",
-                    "rollout_log_probs",
-                    "loss_masks",
-                    "total_lengths",
-                    "response_lengths",
-                    "parallel_state",
-                    "max_seq_lens",
-                ),
-            ),
-        ),
-    ),
-    "--custom-generate-function-path": Contract(
-        path="rollout.custom_generate_function_path",
-        example="async def fn(input) -> GenerateFnOutput  or  async def fn(args, sample, sampling_params) -> Sample",
-        calls=(
-            _INPUT,
-            Call(name="legacy_evaluation", positional=("args", "sample", "sampling_params"), keyword=("evaluation",)),
-            Call(name="legacy", positional=("args", "sample", "sampling_params")),
-        ),
-        methods=Methods(constructor=Call(name="empty", positional=()), required=(("__call__", _INPUT),)),
-        must_be_async=True,
-    ),
-    "--rollout-function-path": _rollout_contract("rollout.function_path"),
-    "--eval-function-path": _rollout_contract("rollout.eval_function_path"),
-    "--data-source-path": Contract(
-        path="data.source_path",
-        example="class Source: def __init__(self, args), get_samples(self, num_samples) -> list[list[Sample]], "
-        "add_samples(self, samples), state_dict(self), load_state_dict(self, state)",
-        methods=Methods(
-            constructor=Call(name="args", positional=("args",)),
-            required=(
-                ("get_samples", Call(name="get_samples", positional=("num_samples",))),
-                ("add_samples", Call(name="add_samples", positional=("samples",))),
-            ),
-            one_of=(("state_dict", "load_state_dict"), ("save", "load")),
-        ),
-    ),
-    "--buffer-filter-path": Contract(
-        path="data.buffer_filter_path",
-        example="def fn(args, rollout_id, buffer, num_samples) -> list[list[Sample]]",
-        calls=(Call(name="buffer", positional=("args", "rollout_id", "buffer", "num_samples")),),
-    ),
-    "--dynamic-sampling-filter-path": Contract(
-        path="rollout.dynamic_sampling_filter_path",
-        example="def fn(args, group, **kwargs) -> DynamicFilterOutput | bool",
-        calls=(Call(name="group", positional=("args", "group")),),
-    ),
-    "--rollout-sample-filter-path": Contract(
-        path="rollout.sample_filter_path",
-        example="def fn(args, groups) -> None",
-        calls=(Call(name="groups", positional=("args", "groups")),),
-    ),
-    "--rollout-all-samples-process-path": Contract(
-        path="rollout.all_samples_process_path",
-        example="def fn(args, all_groups, data_source) -> None",
-        calls=(Call(name="all_groups", positional=("args", "all_groups", "data_source")),),
-    ),
-}
-"""Every hook of the configuration, by the flag that names it."""
-
+__all__ = [
+    "GROUP_REWARD",
+    "HOOKS",
+    "Call",
+    "Contract",
+    "add_arguments_of",
+    "check_signature",
+    "hooks_of",
+    "is_async",
+    "load_function",
+    "load_hooks",
+    "maybe_await",
+]
 
 _WHERE_MODULES_ARE = "check the spelling, and run from the folder that holds the module or put that on PYTHONPATH"
 
@@ -239,10 +101,24 @@ def hooks_of(config: RunConfig) -> list[tuple[Contract, str]]:
         if contract.path == "reward.custom_rm_path" and (flag == GROUP_REWARD) != config.reward.group_rm:
             continue
         section, field = contract.path.split(".")
-        path = getattr(getattr(config, section), field)
-        if path is not None:
-            named.append((contract, path))
-    return named
+        found: str | list[str] | None = getattr(getattr(config, section), field)
+        named += [(contract, path) for path in (found if isinstance(found, list) else [found]) if path is not None]
+    return [*named, *_hooks_of_datasets(config)]
+
+
+def _hooks_of_datasets(config: RunConfig) -> Iterator[tuple[Contract, str]]:
+    """The hooks of evaluation datasets, with the dataset's setting in place of the run's."""
+    reward = HOOKS[GROUP_REWARD if config.reward.group_rm else "--custom-rm-path"]
+    generate = HOOKS["--custom-generate-function-path"]
+    for number, dataset in enumerate(config.eval.datasets):
+        where = f"eval.datasets.{number}."
+        if dataset.custom_rm_path is not None:
+            yield replace(reward, path=f"{where}custom_rm_path"), dataset.custom_rm_path
+        if dataset.custom_generate_function_path is not None:
+            yield (
+                replace(generate, path=f"{where}custom_generate_function_path"),
+                dataset.custom_generate_function_path,
+            )
 
 
 def load_hooks(config: RunConfig) -> None:

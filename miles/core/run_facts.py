@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,10 @@ class EngineEndpoint:
     """Bearer token of the control routes."""
     log_path: str = ""
     model: str = "default"
+    kind: Literal["torch", "sglang"] = "torch"
+    """What serves there. SGLang fuses and shards parameters, so its checksums are by names of its own."""
+    tp: int = 1
+    """Processes that share the model, each on a GPU of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

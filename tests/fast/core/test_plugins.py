@@ -307,11 +307,11 @@ def test_all_wrong_hooks_of_a_config_are_reported_at_once(hooks):
     with pytest.raises(ConfigError) as caught:
         load_hooks(config)
     assert [(i.path, i.problem) for i in caught.value.issues] == [
-        ("reward.custom_rm_path my_hooks.bad.reward_one(sample)", "is called as fn(args, sample)"),
         (
             "rollout.custom_generate_function_path my_hooks.good.generat",
             "my_hooks.good has no attribute 'generat'",
         ),
+        ("reward.custom_rm_path my_hooks.bad.reward_one(sample)", "is called as fn(args, sample)"),
         ("rollout.dynamic_sampling_filter_path my_hooks.bad.dynamic_filter(group)", "is called as fn(args, group)"),
     ]
 

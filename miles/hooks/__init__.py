@@ -1,0 +1,1 @@
+"""`miles hooks`: lists users' functions, and runs contract tests on one."""

@@ -37,11 +37,11 @@ def estimator_has_what_it_needs(cfg: RunConfig) -> Iterator[Issue]:
     name = cfg.algorithm.advantage_estimator
     if cfg.algorithm.loss_type == "sft_loss" or cfg.algorithm.custom_advantage_function_path is not None:
         return
-    if ESTIMATORS[name].must_whiten and not cfg.algorithm.normalize_advantages:
+    if ESTIMATORS[name].must_whiten and cfg.algorithm.normalize_advantages is False:
         yield Issue(
             "algorithm.normalize_advantages",
-            f"{name} is defined with advantages of mean 0 and variance 1 over the batch",
-            "--normalize-advantages",
+            f"false, but {name} is defined with advantages of mean 0 and variance 1 over the batch",
+            "leave it out, which normalizes them, or another --advantage-estimator",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from miles.config.batch_math import derive_batch_plan
 from miles.config.known import Check
 from miles.config.objectives import objective_of
 from miles.config.schema import AlgorithmConfig, CorrectionConfig, RunConfig
@@ -46,6 +47,90 @@ def custom_loss_has_its_function(cfg: RunConfig) -> Iterator[Issue]:
             f"{algorithm.custom_loss_function_path} has no effect with --loss-type {algorithm.loss_type}",
             "--loss-type custom_loss, or leave out the function",
         )
+
+
+def supervised_loss_reads_its_settings(cfg: RunConfig) -> Iterator[Issue]:
+    algorithm = cfg.algorithm
+    if algorithm.loss_type != "sft_loss":
+        return
+    for name, flag, value in (
+        ("kl_coef", "--kl-coef", algorithm.kl_coef),
+        (
+            "custom_advantage_function_path",
+            "--custom-advantage-function-path",
+            algorithm.custom_advantage_function_path,
+        ),
+        ("use_kl_loss", "--use-kl-loss", algorithm.use_kl_loss),
+        ("entropy_coef", "--entropy-coef", algorithm.entropy_coef),
+        ("eps_clip_c", "--eps-clip-c", algorithm.eps_clip_c),
+        ("use_opsm", "--use-opsm", algorithm.use_opsm),
+        ("use_rollout_logprobs", "--use-rollout-logprobs", algorithm.use_rollout_logprobs),
+        ("use_rollout_entropy", "--use-rollout-entropy", algorithm.use_rollout_entropy),
+    ):
+        if value:
+            problem = (
+                "has no effect with --loss-type sft_loss, which is cross-entropy on the response and nothing else"
+            )
+            yield Issue(f"algorithm.{name}", problem, f"leave out {flag}, or --loss-type policy_loss")
+
+
+def reducer_makes_the_sum(cfg: RunConfig) -> Iterator[Issue]:
+    algorithm, path = cfg.algorithm, "algorithm.custom_pg_loss_reducer_function_path"
+    if algorithm.custom_pg_loss_reducer_function_path is None:
+        return
+    if algorithm.loss_type != "policy_loss":
+        yield Issue(
+            path,
+            f"sums the terms of the policy gradient, which --loss-type {algorithm.loss_type} does not have",
+            "leave out --custom-pg-loss-reducer-function-path, or --loss-type policy_loss",
+        )
+    if cfg.correction.keep_denominator:
+        yield Issue(
+            "correction.keep_denominator",
+            "has no effect on the policy gradient: --custom-pg-loss-reducer-function-path divides it in its own way",
+            "leave out one of the two",
+        )
+
+
+def forward_pass_can_be_skipped(cfg: RunConfig) -> Iterator[Issue]:
+    algorithm, path = cfg.algorithm, "algorithm.skip_actor_forward_only"
+    if not algorithm.skip_actor_forward_only:
+        return
+    leave_out = "leave out --skip-actor-forward-only"
+    if algorithm.loss_type != "policy_loss":
+        problem = (
+            f"takes old log-probabilities from the policy loss, and the run has --loss-type {algorithm.loss_type}"
+        )
+        yield Issue(path, problem, f"{leave_out}, or --loss-type policy_loss")
+    plan = derive_batch_plan(
+        rollout_batch_size=cfg.rollout.batch_size,
+        n_samples_per_prompt=cfg.rollout.n_samples_per_prompt,
+        global_batch_size=cfg.train.global_batch_size,
+        num_steps_per_rollout=cfg.train.num_steps_per_rollout,
+        allow_partial=cfg.train.allow_partial_train_step,
+        dynamic=cfg.train.use_dynamic_global_batch_size,
+    )
+    if not isinstance(plan, Issue) and plan.num_steps_per_rollout != 1:
+        yield Issue(
+            path,
+            "takes the weights that are trained for those that sampled, which is true of the first optimizer step of a "
+            f"rollout alone, and there are {plan.num_steps_per_rollout}",
+            f"--num-steps-per-rollout 1, or {leave_out}",
+        )
+    for needs, problem, other in (
+        (algorithm.use_rollout_logprobs, "contradicts --use-rollout-logprobs", "leave out --use-rollout-logprobs"),
+        (algorithm.kl_coef > 0, "leaves no log-probabilities for the divergence that --kl-coef takes off the reward",
+         "--use-kl-loss --kl-loss-coef in place of --kl-coef"),
+        (_corrects(cfg.correction), "leaves no log-probabilities that a correction could compare with the engine's",
+         "leave out the settings of the section correction"),
+        (algorithm.custom_advantage_function_path is not None,
+         "leaves no log_probs for --custom-advantage-function-path", "an --advantage-estimator"),
+        (algorithm.use_rollout_entropy, "leaves out the pass that --use-rollout-entropy reports from",
+         "--observe-training-entropy in place of --use-rollout-entropy"),
+        (algorithm.use_opsm, "makes all ratios 1, so that --use-opsm leaves out nothing", "leave out --use-opsm"),
+    ):  # fmt: skip
+        if needs:
+            yield Issue(path, problem, f"{leave_out}, or {other}")
 
 
 def objective_reads_its_settings(cfg: RunConfig) -> Iterator[Issue]:
@@ -189,6 +274,9 @@ LOSS_CHECKS: tuple[Check, ...] = (
     kl_loss_is_switched_on,
     unbiased_kl_is_k3,
     custom_loss_has_its_function,
+    supervised_loss_reads_its_settings,
+    reducer_makes_the_sum,
+    forward_pass_can_be_skipped,
     objective_reads_its_settings,
     denominator_is_chosen_once,
     corrections_are_possible,

@@ -37,7 +37,7 @@ class EstimatorFacts:
     needs_values: bool = False
     """Whether it needs a critic's value of each trainable token; then `--lambd` counts too."""
     must_whiten: bool = False
-    """Whether it is only defined with `--normalize-advantages`."""
+    """Whether it is only defined with whitened advantages, so that it brings `--normalize-advantages` along."""
 
 
 _GROUP_RELATIVE = EstimatorFacts(baseline="mean_std")
@@ -57,6 +57,11 @@ ESTIMATORS: dict[EstimatorName, EstimatorFacts] = {
     "ppo": EstimatorFacts(uses_kl=True, discounts=True, needs_values=True),
 }
 """Facts of every value of `--advantage-estimator`. What differs in the loss alone has the advantages of `grpo`."""
+
+
+def whitens(estimator: EstimatorName, chosen: bool | None, *, custom: bool) -> bool:
+    """Whether a run whitens advantages: as chosen, or else as the estimator's formula needs, which `custom` replaces."""
+    return (ESTIMATORS[estimator].must_whiten and not custom) if chosen is None else chosen
 
 
 def group_baseline(estimator: EstimatorName, *, normalize: bool, divide_std: bool) -> Baseline | None:

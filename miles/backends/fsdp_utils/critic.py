@@ -38,6 +38,7 @@ from miles.backends.training_utils.loss_hub.value_loss import ValueInputs, Value
 from miles.backends.training_utils.lr_schedule import learning_rate
 from miles.backends.training_utils.metrics import mean_over_steps
 from miles.backends.training_utils.packing import FlatBatch, MicroBatch
+from miles.backends.training_utils.schedule import SequenceFlops
 from miles.config.resources import critic_optimizer
 from miles.config.schema import RunConfig
 from miles.errors import CheckpointError, TrainingError
@@ -172,6 +173,11 @@ class Critic:
         self._skips = SkipLimit(config.train.max_skipped_steps, "the critic's ")
         self.num_steps = 0
         """Optimizer steps so far; skipped ones count."""
+
+    @property
+    def flops(self) -> SequenceFlops:
+        """What a sequence costs in one forward pass."""
+        return self._model.flops
 
     @torch.no_grad()
     def values(self, parts: Sequence[MicroBatch], num_entries: int) -> Tensor:

@@ -37,6 +37,16 @@ class DecoderModel(nn.Module):
         """Token ids that it knows."""
         return int(self.hf.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
 
+    @property
+    def flops(self) -> SequenceFlops:
+        """What a sequence costs: every matrix but the input embedding, and attention of all layers."""
+        config = self.hf.config.get_text_config()
+        embedding = cast(nn.Embedding, self.hf.get_input_embeddings()).weight.shape.numel()
+        matrices = sum(p.shape.numel() for p in self.parameters() if p.ndim > 1)
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = config.num_attention_heads * size
+        return SequenceFlops(2.0 * (matrices - embedding), 2.0 * config.num_hidden_layers * width)
+
 
 class PolicyModel(DecoderModel):
     """The model and its output head in one forward, so that FSDP gathers the head's weight for the log-probs."""
@@ -64,14 +74,14 @@ class PolicyModel(DecoderModel):
 
     @property
     def flops(self) -> SequenceFlops:
-        """What a sequence costs: every matrix but the input embedding, and attention of all layers."""
-        config = self.hf.config.get_text_config()
+        """What a sequence costs, the output head included, also one that shares its matrix with the input embedding."""
+        cost = super().flops
         embedding = cast(nn.Embedding, self.hf.get_input_embeddings()).weight.shape.numel()
-        matrices = sum(p.shape.numel() for p in self.parameters() if p.ndim > 1)
-        head = embedding if config.tie_word_embeddings else 0
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = config.num_attention_heads * size
-        return SequenceFlops(2.0 * (matrices - embedding + head), 2.0 * config.num_hidden_layers * width)
+        return (
+            cost + SequenceFlops(2.0 * embedding, 0.0)
+            if self.hf.config.get_text_config().tie_word_embeddings
+            else cost
+        )
 
 
 def ties_embeddings(folder: str | Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import numpy as np
@@ -14,14 +14,19 @@ from miles.backends.training_utils.metrics import StepMetrics
 from miles.errors import TrainingError
 
 Outcome = Literal["done", "empty", "skipped"]
-"""Whether an optimizer step was made, had nothing to train on, or had a gradient norm that is not finite."""
+"""Whether an optimizer step was made, had nothing to train on, or had a loss or a gradient norm that is not finite."""
 
 
 def optimizer_step(
-    optimizer: ShardedAdamW, outputs: Iterable[LossOutput], lr: float, group: dist.ProcessGroup | None
+    optimizer: ShardedAdamW,
+    outputs: Iterable[LossOutput],
+    lr: float,
+    group: dist.ProcessGroup | None,
+    before_update: Callable[[], None] | None = None,
 ) -> tuple[dict[str, float], Outcome]:
     """Go backward through each micro-batch as it comes, and update; returns metrics and what became of the step.
 
+    `before_update` is called when every micro-batch has been gone through and no weight has moved; it may raise.
     Collective: every rank has as many micro-batches.
     """
     optimizer.zero_grad()
@@ -33,8 +38,10 @@ def optimizer_step(
     found = totals.reduce(group)
     if not found["trainable_tokens"]:
         return found, "empty"
+    if before_update is not None:
+        before_update()
     found["grad_norm"] = optimizer.clip()
-    if not np.isfinite(found["grad_norm"]):
+    if not np.isfinite([found["loss"], found["grad_norm"]]).all():
         return found, "skipped"
     optimizer.step(lr)
     return found, "done"
@@ -57,8 +64,8 @@ class SkipLimit:
         self.in_a_row += 1
         if self.in_a_row > self._most:
             raise TrainingError(
-                f"step {step}: {self._whose or 'the '}gradient norm is {grad_norm} and {self.in_a_row} optimizer steps in a "
-                f"row were skipped; train.max_skipped_steps allows {self._most}"
+                f"step {step}: {self._whose or 'the '}loss or gradient is not finite (gradient norm {grad_norm}), and "
+                f"{self.in_a_row} optimizer steps in a row were skipped; train.max_skipped_steps allows {self._most}"
                 f"\n    fix: lower {'--critic-lr' if self._whose else '--lr'}, or resume from the last checkpoint before "
                 "the loss went wrong"
             )

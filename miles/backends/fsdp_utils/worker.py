@@ -26,23 +26,18 @@ from miles.backends.fsdp_utils.critic import Critic, require_same_critic
 from miles.backends.fsdp_utils.hf_folder import require_same_names, write_model_folder
 from miles.backends.fsdp_utils.model import PolicyModel, hf_tensors, load_policy, shard
 from miles.backends.fsdp_utils.optimizer import ShardedAdamW
+from miles.backends.fsdp_utils.parity_gate import LateGate, check_parity
 from miles.backends.fsdp_utils.steps import Outcome, SkipLimit, optimizer_step
 from miles.backends.training_utils.checks import check_batch, refuse_non_finite
 from miles.backends.training_utils.ci_checks import CiChecks
 from miles.backends.training_utils.loss import build_denominator, build_loss
+from miles.backends.training_utils.loss_hub.corrections import Correction, correct
 from miles.backends.training_utils.loss_hub.records import LossInputs, LossOutput, OtherTokens
 from miles.backends.training_utils.loss_hub.value_loss import explained_variance
 from miles.backends.training_utils.lr_schedule import learning_rate
 from miles.backends.training_utils.metrics import mean_over_steps
 from miles.backends.training_utils.packing import FlatBatch, MicroBatch
-from miles.backends.training_utils.parity import (
-    ParityBounds,
-    ParityReport,
-    ScoredSequence,
-    compare,
-    explain,
-    parity_error,
-)
+from miles.backends.training_utils.parity import ParityBounds
 from miles.backends.training_utils.policy_columns import (
     PolicyColumns,
     PolicyPreparation,
@@ -51,17 +46,17 @@ from miles.backends.training_utils.policy_columns import (
     tokens_elsewhere,
 )
 from miles.backends.training_utils.schedule import StepPlan, plan_steps, split_into_micro_batches
+from miles.config.batch_math import batch_plan
 from miles.config.resources import engine_dtype, parity_bounds, trains_critic
 from miles.config.schema import RunConfig
 from miles.core.hook_args import HookArgs
 from miles.core.run_facts import RunFacts
 from miles.core.train_batch import TrainBatch
-from miles.errors import CheckpointError, HookError
+from miles.errors import CheckpointError, HookError, TrainingError
 from miles.utils.checkpoint_folder import cannot_write
 
 logger = logging.getLogger(__name__)
 
-EXPLAINED_SEQUENCES = 4
 CLOSE_TIMEOUT = timedelta(seconds=10)
 
 
@@ -80,10 +75,12 @@ class FsdpTrainWorker:
         init_method: str,
         total_optimizer_steps: int,
         threads: int,
+        facts: RunFacts | None = None,
     ) -> None:
         """Join the process group at `init_method` (tcp://host:port or file://path) and load the model.
 
-        `total_optimizer_steps` is the length of the run for the learning-rate decay, `threads` what torch may use.
+        `total_optimizer_steps` is the length of the run for the learning-rate decay, `threads` what torch may use, `facts`
+        what users' functions read of the run beside its settings.
         Raises CheckpointError when a model folder is missing or does not fit.
         """
         disable_progress_bar()
@@ -96,9 +93,14 @@ class FsdpTrainWorker:
         self._is_sft = config.algorithm.loss_type == "sft_loss"
         self._temperature = 1.0 if self._is_sft else config.rollout.temperature
         self._is_custom = config.algorithm.loss_type == "custom_loss"
-        args = HookArgs(config, RunFacts(run_dir=config.run.dir or ""))
+        args = HookArgs(config, facts or RunFacts(run_dir=config.run.dir or ""))
         self._preparation = PolicyPreparation(config.algorithm, config.correction, args)
         self._loss = build_loss(config.algorithm, args=args, correct_terms=self._preparation.hook)
+        self._scores_entropy = config.algorithm.use_rollout_entropy
+        self._skips_forward = config.algorithm.skip_actor_forward_only
+        self._needs_layout = (
+            self._preparation.hook is not None or config.algorithm.custom_pg_loss_reducer_function_path is not None
+        )
         self._denominator = build_denominator(config.algorithm, max_response_len=config.rollout.max_response_len)
         self._bounds = ParityBounds(*parity_bounds(config))
         self._ci = CiChecks(config.ci, self._bounds, bf16=config.train.bf16)
@@ -165,6 +167,13 @@ class FsdpTrainWorker:
             dynamic=self._config.train.use_dynamic_global_batch_size,
             balance_cost_B=self._balance_cost(packed.total_lengths_B),
         )
+        if self._skips_forward and len(plans) > batch_plan(self._config).num_steps_per_rollout:
+            raise TrainingError(
+                f"step {step}: the batch makes {len(plans)} optimizer steps, and --skip-actor-forward-only takes the weights "
+                "that are trained for those that sampled, which is true of the first alone"
+                "\n    fix: --use-dynamic-global-batch-size in place of --global-batch-size, or leave out "
+                "--skip-actor-forward-only"
+            )
         steps = [[packed.micro_batch(part) for part in plan.micro_batches[self._rank]] for plan in plans]
         metrics: dict[str, float] = {}
         found = PolicyColumns(values={}, mask_R=packed.mask_R, metrics={})
@@ -219,7 +228,11 @@ class FsdpTrainWorker:
             lr = learning_rate(self._config.optimizer, self._num_steps, total_steps)
             entries = packed.trainable[np.isin(packed.sample_of_R[packed.trainable], plan.samples)]
             inputs = self._step_inputs(batch, packed, parts, entries, weights_R, columns)
-            found, outcome = self._optimizer_step(parts, inputs, lr)
+            seen: dict[str, float] = {}
+            found, outcome = self._optimizer_step(
+                parts, inputs, lr, self._late_gate(batch, packed, entries, step, seen) if self._skips_forward else None
+            )
+            found |= seen
             if number == 0 and outcome != "empty":
                 self._ci.first_step(
                     found,
@@ -253,8 +266,9 @@ class FsdpTrainWorker:
         if self._critic is None:
             return None
         started = time.perf_counter()
-        values_R = self._critic.values(parts, len(packed.mask_R))
-        return self._gathered(values_R, packed, "the critic's value", metrics, "values", started)
+        values_R = self._gathered(self._critic.values(parts, len(packed.mask_R)), packed, "the critic's value")
+        metrics["perf/values_time"] = time.perf_counter() - started
+        return values_R
 
     def _returns(self, found: PolicyColumns) -> Tensor:
         """What the critic is trained towards, [R]. Raises HookError when a user's advantage function leaves it out."""
@@ -270,7 +284,9 @@ class FsdpTrainWorker:
     def _balance_cost(self, lengths_B: NDArray[np.int64]) -> NDArray[np.float64] | None:
         """What ranks are to have equally much of; None deals micro-batches in turn."""
         if self._config.train.balance_by_flops:
-            return self._model.flops(lengths_B)
+            # Policy and critic make the same passes: one over old weights, and one with gradient for every step.
+            flops = self._model.flops
+            return (flops if self._critic is None else flops + self._critic.flops)(lengths_B)
         return lengths_B.astype(np.float64) if self._config.train.balance_data else None
 
     def _needed_columns(self, batch: TrainBatch) -> tuple[str, ...]:
@@ -292,13 +308,12 @@ class FsdpTrainWorker:
     ) -> PolicyColumns:
         """What the losses read on the response axis [R], and the mask without rejected tokens; runs the parity gate."""
         trainer_R = ref_R = None
-        if self._config.parity.enabled or self._preparation.needs_trainer_log_probs:
+        gates_here = self._config.parity.enabled and not self._skips_forward
+        if gates_here or self._preparation.needs_trainer_log_probs:
             trainer_R = self._score_batch(self._model, parts, packed, "the trainer's log-prob", metrics, "log_probs")
-        if self._config.parity.enabled and trainer_R is not None:
-            report = self._parity_gate(batch, packed, trainer_R, step)
-            metrics["train/rollout_logprob_abs_diff_mean"] = report.mean
-            metrics["train/rollout_logprob_abs_diff_p99"] = report.p99
-            metrics["train/rollout_logprob_abs_diff_max"] = report.max
+            if self._config.parity.enabled:
+                differences = self._parity_gate(batch, packed, trainer_R, step)
+                metrics |= {f"train/{name}": value for name, value in differences.items()}
         if self._reference is not None:
             name = "the reference model's log-prob"
             ref_R = self._score_batch(self._reference, parts, packed, name, metrics, "ref_log_probs")
@@ -316,35 +331,38 @@ class FsdpTrainWorker:
         metrics: dict[str, float],
         timer: str,
     ) -> Tensor:
-        """Log-probs of all trainable tokens on the response axis [R], 0 elsewhere, the same on all ranks; none is NaN or inf."""
-        started = time.perf_counter()
-        logprobs_R = self._forward_only(model, parts, len(packed.mask_R))
-        return self._gathered(logprobs_R, packed, name, metrics, timer, started)
+        """Log-probs of all trainable tokens on the response axis [R], 0 elsewhere, the same on all ranks; none is NaN or inf.
 
-    def _gathered(
-        self,
-        scores_R: Tensor,
-        packed: FlatBatch,
-        name: str,
-        metrics: dict[str, float],
-        timer: str,
-        started: float,
-    ) -> Tensor:
+        Where the run asks for it, the policy's entropy at these tokens joins the metrics.
+        """
+        started = time.perf_counter()
+        entropy_R = torch.zeros(len(packed.mask_R)) if self._scores_entropy and model is self._model else None
+        logprobs_R = self._gathered(self._forward_only(model, parts, len(packed.mask_R), entropy_R), packed, name)
+        if entropy_R is not None:
+            entropy_R = self._gathered(entropy_R, packed, "the policy's entropy")
+            metrics["train/rollout_entropy"] = float(entropy_R[torch.from_numpy(packed.trainable)].mean())
+        metrics[f"perf/{timer}_time"] = time.perf_counter() - started
+        return logprobs_R
+
+    def _gathered(self, scores_R: Tensor, packed: FlatBatch, name: str) -> Tensor:
         """Scores of all ranks together, in place. Raises TrainingError, naming samples, when one is NaN or infinite."""
         if self._world_size > 1:
             dist.all_reduce(scores_R)
-        metrics[f"perf/{timer}_time"] = time.perf_counter() - started
         samples = packed.sample_index_B[packed.sample_of_R[packed.trainable]]
         refuse_non_finite(name, scores_R.numpy()[packed.trainable], samples)
         return scores_R
 
     @torch.no_grad()
-    def _forward_only(self, model: PolicyModel, parts: list[MicroBatch], num_entries: int) -> Tensor:
-        """Log-probs of this rank's predicted tokens on the response axis [R], 0 elsewhere."""
+    def _forward_only(
+        self, model: PolicyModel, parts: list[MicroBatch], num_entries: int, entropy_R: Tensor | None = None
+    ) -> Tensor:
+        """Log-probs of this rank's predicted tokens on the response axis [R], 0 elsewhere; fills `entropy_R` likewise."""
         logprobs_R = torch.zeros(num_entries)
         for part in parts:
-            (logprobs_N,) = model(part, self._temperature)
+            logprobs_N, *entropy = model(part, self._temperature, entropy=entropy_R is not None)
             logprobs_R[part.entries_N] = logprobs_N
+            if entropy_R is not None:
+                entropy_R[part.entries_N] = entropy[0]
         return logprobs_R
 
     def _step_inputs(
@@ -359,6 +377,10 @@ class FsdpTrainWorker:
         """What the loss of each micro-batch of an optimizer step reads beside the current log-probs."""
         sample_R = torch.from_numpy(packed.sample_of_R)
         trajectory_R = numbers(batch, "trajectory")[sample_R]
+        counted = step_entries[weights_R.numpy()[step_entries] != 0]
+        num_units = len(counted)
+        if not self._config.algorithm.calculate_per_token_loss:
+            num_units = len(np.unique(trajectory_R.numpy()[counted]))
         found: list[dict[str, Any]] = []
         for part in parts:
             entries_N = part.entries_N
@@ -368,8 +390,9 @@ class FsdpTrainWorker:
                 "trajectory_N": trajectory_R[entries_N],
                 "sample_N": sample_R[entries_N],
                 "targets_N": part.targets_N,
+                "num_units": float(num_units),
             }
-            if self._preparation.hook is not None:
+            if self._needs_layout:
                 values["layout"] = layout_of(entries_N, packed, batch.response_lengths)
             found.append(values)
         if not self._loss.needs_trajectories:
@@ -396,15 +419,25 @@ class FsdpTrainWorker:
         return found
 
     def _optimizer_step(
-        self, parts: list[MicroBatch], inputs: list[dict[str, Any]], lr: float
+        self,
+        parts: list[MicroBatch],
+        inputs: list[dict[str, Any]],
+        lr: float,
+        gate: LateGate | None,
     ) -> tuple[dict[str, float], Outcome]:
-        """Metrics, and `done`, `empty` (nothing to train on) or `skipped` (gradient norm not finite)."""
+        """Metrics, and `done`, `empty` (nothing to train on) or `skipped` (gradient norm not finite).
+
+        `gate` sees the log-probs of every micro-batch before the weights move.
+        """
 
         def outputs() -> Iterator[LossOutput]:
             for part, values in zip(parts, inputs, strict=True):
-                yield self._loss(LossInputs(**self._predict(part), **values))
+                predicted = self._predict(part)
+                if gate is not None:
+                    gate.see(part.entries_N, predicted["logprobs_N"])
+                yield self._loss(LossInputs(**predicted, **values))
 
-        return optimizer_step(self._optimizer, outputs(), lr, self._group)
+        return optimizer_step(self._optimizer, outputs(), lr, self._group, None if gate is None else gate.close)
 
     def _predict(self, part: MicroBatch) -> dict[str, Tensor]:
         """Log-probs of the predicted tokens with gradient; and entropies, and whole logits, where they are asked for."""
@@ -421,38 +454,35 @@ class FsdpTrainWorker:
 
     # Parity
 
-    def _parity_gate(self, batch: TrainBatch, packed: FlatBatch, old_R: Tensor, step: int) -> ParityReport:
-        bounds = self._bounds
-        engine_R = np.asarray(batch["rollout_log_probs"].values)
-        sample_R = packed.sample_of_R
-        places = packed.trainable
-        report = compare(old_R.numpy()[places], engine_R[places], packed.sample_index_B[sample_R[places]])
-        if report.within(bounds):
-            return report
-        difference = np.abs(old_R.numpy()[places] - engine_R[places])
-        worst_B = np.zeros(len(batch))
-        np.maximum.at(worst_B, sample_R[places], difference)
-        picked = np.argsort(-worst_B, kind="stable")[:EXPLAINED_SEQUENCES].tolist()
+    def _late_gate(
+        self,
+        batch: TrainBatch,
+        packed: FlatBatch,
+        step_entries: NDArray[np.int64],
+        step: int,
+        metrics: dict[str, float],
+    ) -> LateGate:
+        """Parity, and how far the engine is, from the log-probs of the optimizer step itself; fills `metrics`."""
+
+        def check(logprobs_R: Tensor) -> None:
+            now_R = self._gathered(logprobs_R, packed, "the trainer's log-prob")
+            if self._config.parity.enabled:
+                metrics.update(self._parity_gate(batch, packed, now_R, step))
+            if "rollout_log_probs" in batch:
+                rollout_R = torch.from_numpy(np.array(batch["rollout_log_probs"].values, dtype=np.float32))
+                counted_R = torch.zeros(len(now_R), dtype=torch.bool)
+                counted_R[torch.from_numpy(step_entries)] = True
+                trajectory_R = numbers(batch, "trajectory")[torch.from_numpy(packed.sample_of_R)]
+                found = correct(now_R, rollout_R, counted_R, trajectory_R, Correction()).metrics
+                self._ci.log_probs(found, step=step)
+                metrics.update(found)
+
+        return LateGate(len(packed.mask_R), check)
+
+    def _parity_gate(self, batch: TrainBatch, packed: FlatBatch, old_R: Tensor, step: int) -> dict[str, float]:
+        """How far the engine's log-probs are from the trainer's `old_R` [R], as metrics. Raises ParityError above the bounds."""
         rollout = self._config.rollout
-        versions = np.asarray(batch["weight_version"].values)[packed.trainable_B] if "weight_version" in batch else ()
-        cause = explain(
-            [
-                ScoredSequence(
-                    sample=int(packed.sample_index_B[b]),
-                    tokens=batch["tokens"].row(b).tolist(),
-                    engine_R=batch["rollout_log_probs"].row(b).tolist(),
-                    mask_R=(batch["loss_mask"].row(b) != 0).tolist(),
-                )
-                for b in picked
-            ],
-            self.score,
-            bounds=bounds,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            weight_versions=sorted({str(v) for v in versions}),
-        )
-        raise parity_error(report, bounds, cause, f"samples of rollout step {step}")
+        return check_parity(batch, packed, old_R, score=self.score, bounds=self._bounds, rollout=rollout, step=step)
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:

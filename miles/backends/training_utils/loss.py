@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from miles.backends.training_utils.loss_hub.custom_loss import CustomLoss
 from miles.backends.training_utils.loss_hub.denominators import Denominator
 from miles.backends.training_utils.loss_hub.objectives import Bounds
+from miles.backends.training_utils.loss_hub.pg_reducer import PgReducer
 from miles.backends.training_utils.loss_hub.policy_loss import CorrectTerms, PolicyLoss
 from miles.backends.training_utils.loss_hub.records import LossInputs, LossOutput
 from miles.backends.training_utils.loss_hub.sft_loss import SftLoss
@@ -30,6 +31,7 @@ class Loss(Protocol):
 
 
 def _policy_loss(algorithm: AlgorithmConfig, args: Any, correct_terms: CorrectTerms | None) -> Loss:
+    path, per_token = algorithm.custom_pg_loss_reducer_function_path, algorithm.calculate_per_token_loss
     return PolicyLoss(
         objective=objective_of(algorithm.advantage_estimator, algorithm.policy_objective),
         bounds=Bounds(
@@ -47,6 +49,8 @@ def _policy_loss(algorithm: AlgorithmConfig, args: Any, correct_terms: CorrectTe
         kl_kind=algorithm.kl_loss_type,
         kl_unbiased=algorithm.use_unbiased_kl,
         correct_terms=correct_terms,
+        reduce_terms=None if path is None else PgReducer(load_function(path), per_token=per_token),
+        old_is_current=algorithm.skip_actor_forward_only,
     )
 
 

@@ -169,6 +169,10 @@ class FlatBatch:
         """Which samples have a trainable token."""
         return self._num_trainable_B > 0
 
+    def first_trainable(self, sample: int) -> int:
+        """Place of a sample's first trainable token among its tokens; it must have one."""
+        return int(self._position_of_R[self.trainable[self._trainable_start_B[sample]]])
+
     def micro_batch(self, samples: Samples) -> MicroBatch:
         """The micro-batch of these samples, each with a trainable token; of none, one token from which nothing is predicted.
 

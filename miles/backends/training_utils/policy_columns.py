@@ -19,11 +19,13 @@ from miles.backends.training_utils.advantages import (
     CustomAdvantages,
     compute_advantages,
 )
+from miles.backends.training_utils.advantages.turns import require_turn_order
 from miles.backends.training_utils.loss_hub.corrections import Correction, build_correction, correct
 from miles.backends.training_utils.loss_hub.kl import kl_estimate
 from miles.backends.training_utils.loss_hub.records import SampleLayout
 from miles.backends.training_utils.loss_hub.tis_hook import TisHook
 from miles.backends.training_utils.packing import FlatBatch
+from miles.config.estimators import ESTIMATORS, whitens
 from miles.config.schema import AlgorithmConfig, CorrectionConfig
 from miles.core.plugins import load_function
 from miles.core.train_batch import TrainBatch
@@ -62,7 +64,11 @@ class PolicyPreparation:
     @property
     def needs_trainer_log_probs(self) -> bool:
         """Whether the trainer must score the batch before its first optimizer step."""
-        return not self._algorithm.use_rollout_logprobs or self._corrects or self._algorithm.get_mismatch_metrics
+        algorithm = self._algorithm
+        if algorithm.skip_actor_forward_only:
+            return False
+        asked_for = algorithm.get_mismatch_metrics or algorithm.use_rollout_entropy
+        return not algorithm.use_rollout_logprobs or self._corrects or asked_for
 
     @property
     def _corrects(self) -> bool:
@@ -77,7 +83,7 @@ class PolicyPreparation:
         values_R: Tensor | None = None,
     ) -> PolicyColumns:
         """Columns of `batch`. `trainer_R` and `ref_R` are log-probs under the weights before the first step, and the reference;
-        `values_R` are those of a critic before its first step.
+        `values_R` are those of a critic before its first step. With `--skip-actor-forward-only` there are no old ones.
 
         Raises TrainingError naming samples and column when a value that is read is NaN or infinite.
         """
@@ -86,10 +92,12 @@ class PolicyPreparation:
         if "rollout_log_probs" in batch:
             rollout_R = torch.from_numpy(np.array(batch["rollout_log_probs"].values, dtype=np.float32))
         old_R = rollout_R if self._algorithm.use_rollout_logprobs else trainer_R
-        if old_R is None:
+        if old_R is None and not self._algorithm.skip_actor_forward_only:
             raise ValueError("old log-probs are missing: score the batch, or let the rollout return its log-probs")
         estimated = self._advantages(batch, packed, old_R, rollout_R, ref_R, values_R)
-        values = {"old_logprobs_N": old_R, "advantages_N": estimated.advantages_R}
+        values = {"advantages_N": estimated.advantages_R}
+        if old_R is not None:
+            values["old_logprobs_N"] = old_R
         if ref_R is not None:
             values["ref_logprobs_N"] = ref_R
         if rollout_R is not None:
@@ -102,7 +110,8 @@ class PolicyPreparation:
             if self._correction.is_active:
                 values["correction_N"] = found.weights_R
             if self.hook is not None:
-                keep_R = keep_R & self.hook.keep(trainer_R, rollout_R, trainable_R, whole_layout(batch, packed))
+                layout = whole_layout(batch, packed)
+                keep_R &= self.hook.keep(trainer_R, rollout_R, trainable_R, layout, packed.sample_index_B)
         mask_R = packed.mask_R * keep_R.numpy()
         return PolicyColumns(values=values, mask_R=mask_R, metrics=metrics, returns_R=estimated.returns_R)
 
@@ -110,7 +119,7 @@ class PolicyPreparation:
         self,
         batch: TrainBatch,
         packed: FlatBatch,
-        old_R: Tensor,
+        old_R: Tensor | None,
         rollout_R: Tensor | None,
         ref_R: Tensor | None,
         values_R: Tensor | None,
@@ -118,7 +127,7 @@ class PolicyPreparation:
         algorithm = self._algorithm
         kl_R = None
         trainable_R = torch.from_numpy(packed.mask_R != 0)
-        if ref_R is not None and algorithm.kl_coef:
+        if old_R is not None and ref_R is not None and algorithm.kl_coef:
             kl_R = torch.where(trainable_R, kl_estimate(old_R, ref_R, algorithm.kl_loss_type), 0)
         inputs = AdvantageInputs(
             rewards_B=torch.tensor(np.asarray(batch["reward"].values), dtype=torch.float32),
@@ -134,6 +143,8 @@ class PolicyPreparation:
             kl_coef=algorithm.kl_coef,
         )
         estimator = ADVANTAGES[algorithm.advantage_estimator]
+        if ESTIMATORS[algorithm.advantage_estimator].discounts and self._advantage_fn is None:
+            require_turn_order(batch, packed, inputs.trajectory_B.numpy())
         if self._advantage_fn is not None:
             columns = {"log_probs": old_R, "rollout_log_probs": rollout_R, "ref_log_probs": ref_R}
             estimator = CustomAdvantages(
@@ -142,7 +153,10 @@ class PolicyPreparation:
                 path=self._path or "",
                 columns={name: x_R for name, x_R in columns.items() if x_R is not None},
             )
-        return compute_advantages(estimator, inputs, normalize=algorithm.normalize_advantages)
+        normalize = whitens(
+            algorithm.advantage_estimator, algorithm.normalize_advantages, custom=self._advantage_fn is not None
+        )
+        return compute_advantages(estimator, inputs, normalize=normalize)
 
 
 def numbers(batch: TrainBatch, name: str) -> Tensor:

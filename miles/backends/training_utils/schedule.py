@@ -39,6 +39,10 @@ class SequenceFlops:
     linear: float
     quadratic: float
 
+    def __add__(self, other: SequenceFlops) -> SequenceFlops:
+        """Of two models that both pass over the sequence."""
+        return SequenceFlops(self.linear + other.linear, self.quadratic + other.quadratic)
+
     def __call__(self, lengths_B: NDArray[np.int64]) -> NDArray[np.float64]:
         """Of sequences of these lengths, each alone, as it is in a pack."""
         lengths = lengths_B.astype(np.float64)

@@ -16,6 +16,8 @@ class AlgorithmConfig(ConfigModel):
 
     loss_type: Annotated[Literal["policy_loss", "sft_loss", "custom_loss"], Flag("--loss-type")] = "policy_loss"
     """`policy_loss` is the policy gradient; `sft_loss` is cross-entropy on the response; `custom_loss` is `--custom-loss-function-path`."""
+    custom_pg_loss_reducer_function_path: Annotated[str | None, Flag("--custom-pg-loss-reducer-function-path")] = None
+    """Function that makes the sum of a micro-batch's policy-gradient terms: `fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)` returns one from terms to a number. The sums of an optimizer step are divided by its trajectories, or tokens with `--calculate-per-token-loss`."""
     custom_loss_function_path: Annotated[str | None, Flag("--custom-loss-function-path")] = None
     """Loss of a micro-batch: `fn(args, batch, logits, reducer) -> (loss, metrics)`, with whole logits of its predicted tokens."""
     policy_objective: Annotated[ObjectiveName | None, Flag("--policy-objective")] = None
@@ -28,8 +30,8 @@ class AlgorithmConfig(ConfigModel):
     """Compare a reward with its group's, as the estimator says; off trains on the reward itself."""
     grpo_std_normalization: Annotated[bool, Flag(inverted=("--disable-grpo-std-normalization",))] = True
     """Divide by the group's standard deviation of rewards, where the estimator does so."""
-    normalize_advantages: Annotated[bool, Flag("--normalize-advantages")] = False
-    """Give advantages mean 0 and variance 1 over all trainable tokens of the rollout."""
+    normalize_advantages: Annotated[bool | None, Flag("--normalize-advantages")] = None
+    """Give advantages mean 0 and variance 1 over all trainable tokens of the rollout. Unset does so where `--advantage-estimator` is only defined that way."""
     gamma: Annotated[float, Flag("--gamma"), Field(ge=0, le=1)] = 1.0
     """What a reward keeps of its worth for every trainable token between it and the token that is judged."""
     lambd: Annotated[float, Flag("--lambd"), Field(ge=0, le=1)] = 1.0
@@ -66,6 +68,8 @@ class AlgorithmConfig(ConfigModel):
     """Weight of the entropy bonus."""
     observe_training_entropy: Annotated[bool, Flag("--observe-training-entropy")] = False
     """Report the entropy without training on it, where `--entropy-coef` is 0."""
+    use_rollout_entropy: Annotated[bool, Flag("--use-rollout-entropy")] = False
+    """Report the entropy of the policy before the first optimizer step, from the pass that makes old log-probabilities."""
     calculate_per_token_loss: Annotated[bool, Flag("--calculate-per-token-loss")] = False
     """Weigh every trainable token alike, as `--loss-denominator tokens`."""
     loss_denominator: Annotated[DenominatorName | None, Flag("--loss-denominator")] = None
@@ -74,6 +78,8 @@ class AlgorithmConfig(ConfigModel):
     """Tokens by which the `constant` denominator divides; unset takes `--rollout-max-response-len`."""
     use_rollout_logprobs: Annotated[bool, Flag("--use-rollout-logprobs")] = False
     """Take the engine's log-probabilities for the old ones, in place of a pass of the trainer before the first optimizer step."""
+    skip_actor_forward_only: Annotated[bool, Flag("--skip-actor-forward-only")] = False
+    """Take the current log-probabilities, without gradient, for the old ones, which saves the pass before the optimizer step; for runs of one optimizer step per rollout."""
     get_mismatch_metrics: Annotated[bool, Flag("--get-mismatch-metrics")] = False
     """With `--use-rollout-logprobs`, make the trainer's pass nevertheless and report how far the engine's are from it."""
 

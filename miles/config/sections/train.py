@@ -31,11 +31,11 @@ class TrainConfig(ConfigModel):
     balance_data: Annotated[bool, Flag("--balance-data")] = False
     """Share micro-batches out so that ranks have about equally many tokens; off deals them in turn, the largest first."""
     balance_by_flops: Annotated[bool, Flag("--balance-by-flops")] = False
-    """As `--balance-data`, by the operations that a model of this size needs, which grow faster than tokens do."""
+    """As `--balance-data`, by the operations that policy and critic of this size need, which grow faster than tokens do."""
     seed: Annotated[int, Flag("--seed")] = 1234
     """Seed of the trainer's random state."""
     max_skipped_steps: NonNegativeInt = 3
-    """Optimizer steps in a row that may be skipped because the gradient norm is not finite; one more stops the run."""
+    """Optimizer steps in a row that may be skipped because loss or gradient norm is not finite; one more stops the run."""
 
 
 class OptimizerConfig(ConfigModel):

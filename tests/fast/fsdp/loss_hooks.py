@@ -1,6 +1,7 @@
 """Functions that tests name by `--custom-loss-function-path`, `--custom-tis-function-path` and `--custom-advantage-function-path`."""
 
 import torch
+import torch.distributed as dist
 
 
 def policy_gradient(args, batch, logits, reducer):
@@ -61,3 +62,40 @@ def advantages(args, rollout_data):
         reward * torch.ones(length)
         for reward, length in zip(rollout_data["rewards"], rollout_data["response_lengths"], strict=True)
     ]
+
+
+def nan_advantages(args, rollout_data):
+    advantages(args, rollout_data)
+    rollout_data["advantages"][2][0] = float("nan")
+
+
+def nan_returns(args, rollout_data):
+    advantages(args, rollout_data)
+    rollout_data["returns"] = [row.clone() for row in rollout_data["advantages"]]
+    rollout_data["returns"][2][0] = float("inf")
+
+
+def huge_returns(args, rollout_data):
+    advantages(args, rollout_data)
+    rollout_data["returns"] = [row * 0 + 1e30 for row in rollout_data["advantages"]]
+
+
+def nan_terms(*, args, pg_loss, **kwargs):
+    return pg_loss * float("nan"), None, {}
+
+
+def nan_masks(*, args, pg_loss, loss_masks, **kwargs):
+    loss_masks[2][0] = float("nan")
+    return pg_loss, loss_masks, {}
+
+
+def nan_loss(args, batch, logits, reducer):
+    return reducer(logits[:, 0]) * float("nan"), {}
+
+
+def nan_beside_the_gradient(args, batch, logits, reducer):
+    return reducer(logits[:, 0]) + float("nan"), {}
+
+
+def nan_on_the_second_rank(args, batch, logits, reducer):
+    return reducer(logits[:, 0]) * (float("nan") if dist.get_rank() == 1 else 1.0), {}

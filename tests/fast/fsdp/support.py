@@ -18,11 +18,11 @@ VOCAB = 24
 
 def make_model_folder(folder: Path, *, seed=0, tied=True, dtype=torch.float32, **changes) -> Path:
     torch.manual_seed(seed)
+    changes.setdefault("num_hidden_layers", 2)
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
@@ -43,10 +43,10 @@ def make_config(folder: Path, **sections) -> RunConfig:
 
 
 @contextlib.contextmanager
-def open_worker(config: RunConfig, tmp_path: Path, total_steps=100):
+def open_worker(config: RunConfig, tmp_path: Path, total_steps=100, facts=None):
     init = f"file://{tmp_path}/rendezvous-{uuid.uuid4().hex}"
     worker = FsdpTrainWorker(
-        config, rank=0, world_size=1, init_method=init, total_optimizer_steps=total_steps, threads=1
+        config, rank=0, world_size=1, init_method=init, total_optimizer_steps=total_steps, threads=1, facts=facts
     )
     try:
         yield worker
@@ -85,6 +85,7 @@ def make_batch(samples: list[dict]) -> TrainBatch:
         "reward": ("sample", "float32"),
         "sample_index": ("sample", "int64"),
         "trajectory": ("sample", "int64"),
+        "group_index": ("sample", "int64"),
         "weight_version": ("sample", "int64"),
     }
     return TrainBatch(

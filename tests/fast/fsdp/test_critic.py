@@ -13,6 +13,7 @@ from miles.backends.training_utils.packing import FlatBatch
 from miles.errors import CheckpointError, HookError, TrainingError
 from tests.fast.fsdp.ranks import play_all
 from tests.fast.fsdp.support import (
+    VOCAB,
     largest_difference,
     make_batch,
     make_config,
@@ -143,6 +144,22 @@ def test_two_optimizer_steps_equal_a_plain_training_loop(model_folder, tmp_path)
     assert metrics["train/critic_lr"] == 0.5
     assert metrics["train/lr"] == 1.0
     assert metrics["train/value_clipfrac"] > 0
+
+
+def test_ranks_are_balanced_by_what_policy_and_critic_cost_together(model_folder, tmp_path):
+    larger = make_model_folder(tmp_path / "larger", num_hidden_layers=4)
+    lengths = np.array([3, 50])
+    costs = {}
+    for name, critic in (("none", None), ("same", model_folder), ("larger", larger)):
+        algorithm = {"algorithm": {}} if critic is None else {"critic": {"load": str(critic)}}
+        config = ppo_config(model_folder, **algorithm, train={"balance_by_flops": True})
+        with open_worker(config, tmp_path) as worker:
+            costs[name] = worker._balance_cost(lengths)
+    head = 2 * VOCAB * 32 * lengths  # a critic has a value where the policy has its vocabulary
+    value = 2 * 32 * lengths
+    np.testing.assert_allclose(costs["same"], 2 * costs["none"] - head + value)
+    decoder = costs["none"] - head
+    np.testing.assert_allclose(costs["larger"], costs["none"] + 2 * decoder + value)
 
 
 def test_the_value_loss_falls_and_values_come_to_explain_returns(model_folder, tmp_path):
@@ -312,7 +329,7 @@ def test_skipped_steps_of_the_critic_are_counted_and_bounded(model_folder, tmp_p
         batch = scored_batch(worker, samples)
         before = critic_of(worker)
         metrics = worker.train(batch, 0)
-        found = r"step 1: the critic's gradient norm is inf and 3 optimizer steps in a row were skipped(.|\n)*lower --critic-lr"
+        found = r"step 1: the critic's loss or gradient is not finite \(gradient norm inf\), and 3 optimizer steps in a row were skipped(.|\n)*lower --critic-lr"
         with pytest.raises(TrainingError, match=found):
             worker.train(batch, 1)
         assert metrics["train/critic_skipped_steps"] == 2

@@ -325,8 +325,8 @@ def test_a_rank_without_work_does_not_call_a_custom_loss_and_knows_its_metrics(p
 def test_nan_from_the_reference_model_names_the_sample(model_folder, tmp_path, monkeypatch):
     real = FsdpTrainWorker._forward_only
 
-    def forward(self, model, parts, num_entries):
-        logprobs_R = real(self, model, parts, num_entries)
+    def forward(self, model, *given):
+        logprobs_R = real(self, model, *given)
         if model is self._reference:
             logprobs_R[0] = float("nan")
         return logprobs_R

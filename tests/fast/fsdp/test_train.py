@@ -148,6 +148,7 @@ def test_a_step_without_trainable_token_is_reported_and_moves_nothing(model_fold
         assert largest_difference(before, weights_of(worker)) == 0
 
 
+# Case H06: 3, 1 and 4 optimizer steps, with a resume between.
 def test_the_step_counter_rises_strictly_with_uneven_batches_and_over_a_resume(model_folder, tmp_path):
     config = make_config(model_folder, train={"global_batch_size": 2})
     with open_worker(config, tmp_path) as worker:

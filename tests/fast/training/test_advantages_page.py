@@ -46,11 +46,12 @@ def test_every_estimator_has_its_formula_its_paper_and_when_to_use_it():
         part = re.split(r"\n###? ", SECTION.split(f": `{name}`\n", 1)[1])[0]
         assert "A_t" in part
         assert "*When:*" in part
+        assert "*Flags:*" in part
         assert "arXiv:" in part or "The same paper." in part
 
 
 def test_flags_that_the_page_names_exist():
-    known = {flag for leaf in leaves(RunConfig) for flag in (*leaf.flags, *leaf.inverted)}
+    known = {"--dry-run", *(flag for leaf in leaves(RunConfig) for flag in (*leaf.flags, *leaf.inverted))}
     assert set(re.findall(r"--[a-z0-9][a-z0-9-]+", SECTION)) - known == set()
 
 

@@ -4,7 +4,12 @@ import torch
 from miles.backends.training_utils.loss_hub.records import LossOutput
 from miles.backends.training_utils.lr_schedule import learning_rate
 from miles.backends.training_utils.metrics import StepMetrics, mean_over_steps
+from miles.backends.training_utils.packing import FlatBatch
+from miles.backends.training_utils.schedule import plan_steps
 from miles.config.schema import OptimizerConfig
+from miles.core.samples import Sample
+from miles.rollout.metrics import rollout_metrics
+from miles.rollout.train_data_conversion import to_train_batch
 
 
 def output(loss, tokens, clipped, ratios):
@@ -49,6 +54,43 @@ def test_shares_are_divided_by_their_own_count_and_numbers_add_up():
     assert found["ess_ratio"] == pytest.approx(2 / 3)
     assert found["dropped_tokens"] == 1
     assert "none" not in found
+
+
+# Case H12: rewards and lengths are paired in the whole batch, before ranks have shares of it, and stay paired in these.
+def test_correct_samples_have_their_own_lengths_whatever_rank_trains_them():
+    rewards, lengths = [1.0, 0.0, 0.0, 1.0], [10, 20, 30, 40]
+    samples = [
+        Sample(
+            group_index=b // 2,
+            index=b,
+            tokens=list(range(2 + length)),
+            response_length=length,
+            reward=reward,
+            status=Sample.Status.COMPLETED,
+        )
+        for b, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
+    ]
+    groups = [samples[:2], samples[2:]]
+    assert rollout_metrics(groups)["rollout/response_len/correct_mean"] == 25
+    batch = to_train_batch(groups, baseline=None)
+    packed = FlatBatch.from_batch(batch)
+    (plan,) = plan_steps(
+        batch["trajectory"].values,
+        packed.total_lengths_B,
+        packed.trainable_B,
+        global_batch_size=4,
+        num_steps=None,
+        world_size=2,
+        max_tokens=64,
+        balance_cost_B=packed.total_lengths_B.astype(float),
+    )
+    shares = [[int(b) for part in parts for b in part] for parts in plan.micro_batches]
+    assert sorted(b for share in shares for b in share) == [0, 1, 2, 3]
+    assert shares != [[0, 1], [2, 3]]
+    for share in shares:
+        part = batch.select(share)
+        assert part["reward"].values.tolist() == [rewards[b] for b in share]
+        assert part.response_lengths.tolist() == [lengths[b] for b in share]
 
 
 def test_steps_are_averaged_maxima_kept_and_tokens_added():

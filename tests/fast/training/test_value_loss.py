@@ -113,6 +113,29 @@ def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches_or_ranks(seed,
     torch.testing.assert_close(other, gradient, rtol=1e-12, atol=1e-14)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(["trajectories", "tokens", "prompts", "constant"]))
+def test_splitting_a_trajectory_into_samples_changes_neither_loss_nor_gradient(seed, kind):
+    rng = np.random.default_rng(seed)
+    lengths, trajectory_B = rng.integers(2, 6, 4), np.array([0, 1, 2, 2])
+    cuts = np.array([int(rng.integers(1, n)) for n in lengths])
+    pieces = np.stack([cuts, lengths - cuts], axis=1).reshape(-1)
+    mask_R = (rng.random(lengths.sum()) < 0.8).astype(np.float32)
+    values, old, returns = (torch.tensor(rng.normal(size=lengths.sum())) for _ in range(3))
+    results = []
+    for sizes, trajectory in ((lengths, trajectory_B), (pieces, np.repeat(trajectory_B, 2))):
+        samples = np.arange(len(sizes))
+        weights_R = Denominator(kind=kind, constant=9.0).token_weights(
+            mask_R, np.repeat(samples, sizes), trajectory, [samples], group_B=trajectory // 2
+        )
+        found = inputs(values, old, returns, weights_R)
+        found.values_N.requires_grad_(True)
+        output = ValueLoss(0.3)(found)
+        results.append((output.loss.item(), torch.autograd.grad(output.loss, found.values_N)[0]))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-12)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-12, atol=1e-14)
+
+
 def test_explained_variance_is_one_of_foresight_and_none_without_anything_to_explain():
     returns, all_of = torch.tensor([0.0, 1.0, 2.0, 9.0]), torch.ones(4, dtype=torch.bool)
     assert explained_variance(returns, returns, all_of) == 1

@@ -17,7 +17,7 @@ class AdvantageInputs:
     rewards_B: Tensor
     """One reward per sample, compared within its group already where the estimator does so; floating point."""
     trajectory_B: Tensor
-    """Whole numbers. Samples that share one are parts of one trajectory, in the order of the batch."""
+    """Whole numbers. Samples that share one are parts of one trajectory, in the order of the batch; see `turns`."""
     group_B: Tensor
     """Whole numbers. Trajectories that share one answer the same prompt."""
     sample_index_B: Tensor

@@ -18,6 +18,7 @@ from miles.backends.training_utils.loss_hub.objectives import (
     PolicyTokens,
     off_policy_sequences,
 )
+from miles.backends.training_utils.loss_hub.pg_reducer import PgReducer
 from miles.backends.training_utils.loss_hub.records import LossInputs, LossOutput, OtherTokens
 from miles.backends.training_utils.loss_hub.sequences import LOG_RATIO_BOUND, effective_sizes, sequences
 
@@ -30,7 +31,7 @@ class PolicyLoss:
     """loss = sum of weights x (terms - entropy_coef x entropy + kl_coef x KL). Reads masked tokens nowhere.
 
     In this order: log-ratio, bounded at +-20; the objective's terms; off-policy sequences out (`opsm_delta`); correction
-    weights, and the user's correction; the weighted sum; entropy and KL.
+    weights, and the user's correction; the weighted sum, or the user's; entropy and KL.
 
     A token whose current log-prob is -inf (the model cannot produce it any more) has neither term nor KL; it is counted
     as `dropped_tokens` and leaves denominators as they are. NaN is not hidden: the step will be skipped.
@@ -45,15 +46,20 @@ class PolicyLoss:
     kl_kind: KlKind = "k1"
     kl_unbiased: bool = False
     correct_terms: CorrectTerms | None = field(default=None, compare=False)
+    reduce_terms: PgReducer | None = field(default=None, compare=False)
+    """Makes the sum of the policy-gradient terms in place of the weights; entropy and KL keep them."""
+    old_is_current: bool = False
+    """Old log-probs are the current ones without gradient: no weight has moved since the samples were scored."""
 
     @property
     def needs_trajectories(self) -> bool:
         """Whether a term depends on the whole trajectory, so that `LossInputs.other` matters to the loss."""
-        return self.objective in OF_SEQUENCES or self.opsm_delta is not None
+        return not self.old_is_current and (self.objective in OF_SEQUENCES or self.opsm_delta is not None)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """The loss of a micro-batch; needs `old_logprobs_N` and `advantages_N`, and `ref_logprobs_N` for the KL."""
-        if inputs.old_logprobs_N is None or inputs.advantages_N is None:
+        old_logprobs_N = inputs.logprobs_N.detach() if self.old_is_current else inputs.old_logprobs_N
+        if old_logprobs_N is None or inputs.advantages_N is None:
             raise ValueError("the policy loss needs old log-probs and advantages")
         weights_N, trainable_N = inputs.weights_N, inputs.weights_N != 0
         kept_N = trainable_N & ~torch.isneginf(inputs.logprobs_N.detach())
@@ -61,7 +67,7 @@ class PolicyLoss:
         def read(values_N: Tensor) -> Tensor:
             return torch.where(kept_N, values_N, torch.zeros_like(values_N))
 
-        logprobs_N, old_N, advantages_N = map(read, (inputs.logprobs_N, inputs.old_logprobs_N, inputs.advantages_N))
+        logprobs_N, old_N, advantages_N = map(read, (inputs.logprobs_N, old_logprobs_N, inputs.advantages_N))
         log_ratio_N = (logprobs_N - old_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         tokens = PolicyTokens(
             logprobs_N=logprobs_N,
@@ -88,7 +94,8 @@ class PolicyLoss:
         if self.correct_terms is not None:
             loss_N, found = self.correct_terms(loss_N, inputs)
             token_values |= found
-        pg = (weights_N * read(loss_N)).sum()
+        loss_N = read(loss_N)
+        pg = (weights_N * loss_N).sum() if self.reduce_terms is None else self.reduce_terms(loss_N, inputs)
         loss, weighted = pg, {"pg_loss": pg.detach()}
         if inputs.entropy_N is not None:
             entropy = (weights_N * torch.where(trainable_N, inputs.entropy_N, 0)).sum()

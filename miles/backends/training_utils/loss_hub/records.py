@@ -71,7 +71,9 @@ class LossInputs:
     targets_N: Tensor | None = None
     """Ids of the predicted tokens, for a custom loss."""
     layout: SampleLayout | None = None
-    """For a function by `--custom-tis-function-path`."""
+    """For a function by `--custom-tis-function-path` or `--custom-pg-loss-reducer-function-path`."""
+    num_units: float | None = None
+    """Trajectories of the whole optimizer step with a token of weight, or those tokens; a user's sum is divided by it."""
     other: OtherTokens | None = None
     """Needed by sequence-level terms when a trajectory lies in several micro-batches."""
 

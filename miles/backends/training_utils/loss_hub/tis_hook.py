@@ -8,9 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from miles.backends.training_utils.checks import refuse_non_finite
 from miles.backends.training_utils.loss_hub.records import LossInputs, SampleLayout
 from miles.errors import HookError, MilesError
 
@@ -67,8 +70,15 @@ class TisHook:
         return terms_R[layout.places_N], found
 
     @torch.no_grad()
-    def keep(self, old_R: Tensor, rollout_R: Tensor, trainable_R: Tensor, layout: SampleLayout) -> Tensor:
-        """Which trainable tokens of a whole batch are not rejected, as bool [R]."""
+    def keep(
+        self,
+        old_R: Tensor,
+        rollout_R: Tensor,
+        trainable_R: Tensor,
+        layout: SampleLayout,
+        sample_index_B: NDArray[np.int64],
+    ) -> Tensor:
+        """Which trainable tokens of a whole batch are not rejected, as bool [R]; `sample_index_B` names samples in errors."""
         if not layout.response_lengths:
             return trainable_R
         old_R, rollout_R = (torch.where(trainable_R, x_R, 0) for x_R in (old_R, rollout_R))
@@ -81,7 +91,9 @@ class TisHook:
             raise HookError(
                 FLAG, f"returned masks of lengths {lengths[:5]}, not {layout.response_lengths[:5]}", WANTED
             )
-        return trainable_R & (torch.cat([torch.as_tensor(m).reshape(-1) for m in masks]) != 0)
+        kept_R = torch.cat([torch.as_tensor(m).reshape(-1) for m in masks])
+        refuse_non_finite(f"a mask of {FLAG}", kept_R.numpy(), np.repeat(sample_index_B, lengths))
+        return trainable_R & (kept_R != 0)
 
     def _ask(
         self, terms_R: Tensor, old_R: Tensor, rollout_R: Tensor, mask_R: Tensor, layout: SampleLayout

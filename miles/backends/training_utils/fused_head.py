@@ -1,0 +1,85 @@
+"""Log-probabilities and entropies of the output head on a GPU: products in 16 bits, everything else in one kernel a row."""
+
+# N predicted tokens, C of them in a chunk, D hidden size, V vocabulary
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+CHUNK_LOGITS = 1 << 27
+"""Logits that exist at a time: 256 MiB in 16 bits."""
+
+
+def linear_log_prob_entropy(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy, fp32 [N] in nats, under softmax(hidden @ weight.T / temperature).
+
+    Nothing of [N, V] is kept: the backward pass computes the logits of each chunk again and turns them into their gradient
+    in place. The gradient of the weight is summed over chunks in fp32.
+    """
+    found = _FusedHead.apply(hidden_ND, weight_VD, targets_N, float(temperature))
+    return cast("tuple[Tensor, Tensor]", found)
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    size = max(1, CHUNK_LOGITS // vocabulary)
+    return [slice(start, min(rows, start + size)) for start in range(0, rows, size)]
+
+
+class _FusedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        from miles.backends.training_utils.fused_softmax import log_softmax_rows
+
+        ctx.set_materialize_grads(False)
+        log_p_N, entropy_N, log_z_N = (hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32) for _ in range(3))
+        for rows in _chunks(len(hidden_ND), len(weight_VD)):
+            logits_CV = hidden_ND[rows] @ weight_VD.T
+            log_p_N[rows], entropy_N[rows], log_z_N[rows] = log_softmax_rows(
+                logits_CV, targets_N[rows], 1.0 / temperature
+            )
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, log_z_N, entropy_N)
+        ctx.temperature = temperature
+        return log_p_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        from miles.backends.training_utils.fused_softmax import logit_gradient_rows
+
+        hidden_ND, weight_VD, targets_N, log_z_N, entropy_N = ctx.saved_tensors
+        zeros_N = torch.zeros_like(log_z_N)
+        own_N, slope_N = (zeros_N if grad is None else grad for grad in grads)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
+        # d log p / dz = onehot - p and d H / dz = -p (log p + H), with z the scaled logits.
+        flat_N = -own_N - slope_N * entropy_N
+        for rows in _chunks(len(hidden_ND), len(weight_VD)):
+            grad_CV = logit_gradient_rows(
+                hidden_ND[rows] @ weight_VD.T,
+                targets_N[rows],
+                log_z_N[rows],
+                flat_N[rows],
+                -slope_N[rows],
+                own_N[rows],
+                1.0 / ctx.temperature,
+            )
+            if grad_hidden_ND is not None:
+                torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows])
+            if grad_weight_VD is not None:
+                _add_product(grad_weight_VD, grad_CV, hidden_ND[rows])
+        return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None
+
+
+def _add_product(grad_weight_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+    """Add grad.T @ hidden to an fp32 sum, in one product that reads 16 bits."""
+    if grad_CV.dtype == grad_weight_VD.dtype:
+        grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
+        return
+    torch.ops.aten.addmm.dtype_out(grad_weight_VD, grad_CV.T, hidden_CD, torch.float32, out=grad_weight_VD)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 
-from miles.config.resources import engine_dtype, resolved_threads
+from miles.config.resources import engine_backend, engine_dtype, resolved_device, resolved_threads
 from miles.config.schema import RunConfig
 
 
 def engine_command(config: RunConfig) -> list[str]:
     """Command line of one inference engine."""
+    if engine_backend(config) == "sglang":
+        from miles.backends.sglang_utils.command import sglang_command
+
+        return sglang_command(config)
     command = [sys.executable, "-m", "miles.backends.torch_engine", "--model-path", config.model.hf_checkpoint]
     command += ["--max-running-requests", str(config.engine.max_running_requests), "--exit-on-stdin-close"]
     command += ["--threads", str(resolved_threads(config)), "--seed", str(config.rollout.seed)]
-    command += ["--dtype", engine_dtype(config)]
+    command += ["--dtype", engine_dtype(config), "--device", resolved_device(config)]
     if config.rollout.max_context_len:
         command += ["--context-length", str(config.rollout.max_context_len)]
     if config.run.deterministic:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from miles.core.run_facts import EngineEndpoint
 from miles.errors import EngineError
@@ -21,6 +22,20 @@ def how_it_ended(status: int) -> str:
     return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine is: the command that serves it, and the GPUs it may use, as CUDA_VISIBLE_DEVICES names them."""
+
+    command: tuple[str, ...]
+    kind: Literal["torch", "sglang"]
+    gpus: tuple[str, ...]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the environment of the server needs. Ray hides the GPUs that it was not asked for, so they are named."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
+
+
 class EngineActor:
     """Owns the server process of one engine. The process ends with this actor."""
 
@@ -32,13 +47,14 @@ class EngineActor:
         self._stopping = False
         self._killed_because = ""
 
-    async def start(self, command: Sequence[str], token: str, timeout_s: float) -> tuple[EngineEndpoint, int]:
+    async def start(self, spec: EngineSpec, token: str, timeout_s: float) -> tuple[EngineEndpoint, int]:
         """Start the server and wait until it serves; returns where, and the process id of this actor.
 
         Called again after the server has died; the log is appended to. Raises EngineError with the end of its log.
         """
         self._killed_because = ""
-        self._server = ServerProcess(self._id, command, self._log_path, env={TOKEN_VARIABLE: token})
+        environment = {TOKEN_VARIABLE: token, **spec.environment}
+        self._server = ServerProcess(self._id, spec.command, self._log_path, env=environment)
         facts = await self._server.wait_ready_async(timeout_s)
         endpoint = EngineEndpoint(
             url=url_of("127.0.0.1", facts["port"]),
@@ -46,6 +62,8 @@ class EngineActor:
             pid=self._server.pid,
             token=token,
             log_path=self._log_path,
+            kind=spec.kind,
+            tp=max(1, len(spec.gpus)),
         )
         return endpoint, os.getpid()
 

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError
@@ -24,7 +24,7 @@ from miles.core.ports import Metrics
 from miles.core.run_facts import EngineEndpoint, RouterEndpoint
 from miles.errors import EngineError
 from miles.ray.actor_process import spawn
-from miles.ray.engine_actor import WATCH_INTERVAL_S, EngineActor, how_it_ended
+from miles.ray.engine_actor import WATCH_INTERVAL_S, EngineActor, EngineSpec, how_it_ended
 from miles.utils import http_utils
 from miles.utils.process import TOKEN_VARIABLE, ServerProcess, last_lines
 from miles.utils.waits import OPEN
@@ -44,6 +44,9 @@ class PoolPlan:
     run_dir: str
     num_engines: int
     engine_command: tuple[str, ...]
+    engine_kind: Literal["torch", "sglang"]
+    engine_gpus: tuple[tuple[str, ...], ...]
+    """Of each engine, as CUDA_VISIBLE_DEVICES names them; empty on a CPU."""
     router_command: tuple[str, ...]
     token: str
     start_timeout_s: float
@@ -94,6 +97,7 @@ class _Engine:
 
     id: str
     log_path: str
+    gpus: tuple[str, ...]
     actor: Any = None
     actor_pid: int = 0
     endpoint: EngineEndpoint | None = None
@@ -107,7 +111,7 @@ class EnginePool:
     def __init__(self, plan: PoolPlan) -> None:
         self._plan = plan
         self._engines = [
-            _Engine(f"engine-{i}", os.path.join(plan.run_dir, "logs", f"engine-{i}.log"))
+            _Engine(f"engine-{i}", os.path.join(plan.run_dir, "logs", f"engine-{i}.log"), plan.engine_gpus[i])
             for i in range(plan.num_engines)
         ]
         self._router: ServerProcess | None = None
@@ -208,7 +212,8 @@ class EnginePool:
         if engine.actor is None:
             engine.actor = spawn(EngineActor, engine.id, plan.run_dir, num_cpus=1)
         try:
-            start = engine.actor.start.remote(plan.engine_command, plan.token, plan.start_timeout_s)
+            spec = EngineSpec(plan.engine_command, plan.engine_kind, engine.gpus)
+            start = engine.actor.start.remote(spec, plan.token, plan.start_timeout_s)
             with OPEN.on(engine.id, "start"):
                 engine.endpoint, engine.actor_pid = await _ref(start)
         except RayActorError as error:

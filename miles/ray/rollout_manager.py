@@ -14,21 +14,31 @@ from typing import Any
 import ray
 
 from miles.config.estimators import group_baseline
+from miles.config.resources import only_evaluates
 from miles.config.schema import RolloutConfig, RunConfig
 from miles.core.hook_args import HookArgs
 from miles.core.ledger import Ledger, LiveState
 from miles.core.plugins import load_function
 from miles.core.ports import DataSource, Metrics, RolloutBatch
 from miles.core.run_facts import EngineEndpoint, RouterEndpoint, RunFacts
+from miles.core.train_batch import TrainBatch
 from miles.ray.actor_process import enter
 from miles.ray.engine_pool import EnginePool, PoolPlan
-from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
+from miles.rollout.base_types import (
+    RolloutFnConstructorInput,
+    RolloutFnEvalInput,
+    RolloutFnTrainInput,
+    RolloutGroup,
+)
 from miles.rollout.buffer_account import settle_buffer
+from miles.rollout.custom_conversion import convert_by_hook
 from miles.rollout.data_source import RolloutDataSourceWithBuffer
+from miles.rollout.eval_results import append_results
 from miles.rollout.groups import flatten
 from miles.rollout.inference_rollout.compatibility import RolloutFnAdapter, load_rollout_fn
+from miles.rollout.log_functions import LogFunction
 from miles.rollout.metrics import dump_rows, eval_metrics, rollout_metrics
-from miles.rollout.overlong_penalty import OverlongPenalty
+from miles.rollout.overlong_penalty import OverlongPenalty, overlong_metrics
 from miles.rollout.saved_samples import SavedSamplesRolloutFn, save_groups
 from miles.rollout.train_data_conversion import to_train_batch
 from miles.utils import http_utils
@@ -36,6 +46,7 @@ from miles.utils.disk import write_whole
 from miles.utils.step_path import step_path
 
 ROLE = "rollout-manager"
+NO_PROMPTS = "miles.rollout.no_prompts.NoPrompts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +93,17 @@ class RolloutManager:
         router = await self._pool.start_router() if serves else None
         facts = self._run_facts(router)
         self._args = HookArgs(self._config, facts)
-        self._source: DataSource = await asyncio.to_thread(load_function(self._config.data.source_path), self._args)
+        source = NO_PROMPTS if only_evaluates(self._config) else self._config.data.source_path
+        self._source: DataSource = await asyncio.to_thread(load_function(source), self._args)
         if self._spec.state is not None:
             self._load(self._spec.state)
         self._build_functions()
         engines = await engine_starts
         if serves:
             await self._pool.watch()
-        num_prompts = len(self._source) if hasattr(self._source, "__len__") else None
+        num_prompts = None
+        if self._config.rollout.num_rollout is None and hasattr(self._source, "__len__"):
+            num_prompts = await asyncio.to_thread(len, self._source)  # it may have to tokenise every row
         pids = {ROLE: os.getpid(), **self._pool.pids()}
         return ManagerFacts(router=router, engines=engines, num_prompts=num_prompts, pids=pids)
 
@@ -108,11 +122,13 @@ class RolloutManager:
         )
 
     def _build_functions(self) -> None:
+        self._log_rollout = LogFunction(self._config.rollout.custom_log_function_path)
         if self._replays:
             self._fn = RolloutFnAdapter(
                 "--load-debug-rollout-data", SavedSamplesRolloutFn(self._config.debug.load_rollout_data or "")
             )
             return
+        self._log_evaluation = LogFunction(self._config.eval.custom_log_function_path)
         parts = RolloutFnConstructorInput(self._args, self._source, self._ledger)
         rollout = self._config.rollout
         self._fn = load_rollout_fn(rollout.function_path, parts)
@@ -129,10 +145,45 @@ class RolloutManager:
         seconds = time.monotonic() - started_at
         if (pattern := self._config.debug.save_rollout_data) is not None:
             await asyncio.to_thread(save_groups, step_path(pattern, step), step, output.samples)
+        reward = self._config.reward
+        data = self._train_batch(output.samples)
+        group_indices = () if self._replays else self._lease(output.samples)
+        metrics: Metrics = {
+            **(self._source.metrics() if isinstance(self._source, RolloutDataSourceWithBuffer) else {}),
+            **overlong_metrics(output.samples, self._overlong_penalty()),
+            **await self._log_rollout(
+                step,
+                self._args,
+                list(flatten(output.samples)),
+                defaults=rollout_metrics(
+                    output.samples,
+                    reward_key=reward.reward_key,
+                    elapsed_s=seconds,
+                    passrate=self._config.rollout.log_passrate,
+                ),
+                extra=output.metrics or {},
+                after=(seconds,),
+            ),
+            **self._ledger.metrics(),
+            **(self._pool.metrics() if self._spec.pool.num_engines else {}),
+        }
+        self._write_rows("rollouts", step, output.samples)
+        return RolloutBatch(
+            step=step, data=[ray.put(data)], group_indices=group_indices, num_samples=len(data), metrics=metrics
+        )
+
+    def _train_batch(self, groups: Sequence[RolloutGroup]) -> TrainBatch:
+        """The columns of `groups`, by the user's function where the run names one."""
         algorithm, reward = self._config.algorithm, self._config.reward
+        require_rewards = algorithm.loss_type != "sft_loss"
+        if (path := reward.custom_convert_samples_path) is not None:
+            convert = load_function(path)
+            return convert_by_hook(
+                lambda samples: convert(self._args, samples), path, groups, require_rewards=require_rewards
+            )
         post_process = load_function(reward.custom_post_process_path) if reward.custom_post_process_path else None
-        data = to_train_batch(
-            output.samples,
+        return to_train_batch(
+            groups,
             reward_key=reward.reward_key,
             baseline=group_baseline(
                 algorithm.advantage_estimator,
@@ -140,21 +191,9 @@ class RolloutManager:
                 divide_std=algorithm.grpo_std_normalization,
             ),
             overlong=self._overlong_penalty(),
-            require_rewards=algorithm.loss_type != "sft_loss",
+            require_rewards=require_rewards,
             reward_post_process=(lambda samples: post_process(self._args, samples)) if post_process else None,
             reward_post_process_path=reward.custom_post_process_path or "",
-        )
-        group_indices = () if self._replays else self._lease(output.samples)
-        metrics: Metrics = {
-            **rollout_metrics(output.samples, reward_key=reward.reward_key, elapsed_s=seconds),
-            **(self._source.metrics() if isinstance(self._source, RolloutDataSourceWithBuffer) else {}),
-            **(output.metrics or {}),
-            **self._ledger.metrics(),
-            **(self._pool.metrics() if self._spec.pool.num_engines else {}),
-        }
-        self._write_rows("rollouts", step, output.samples)
-        return RolloutBatch(
-            step=step, data=[ray.put(data)], group_indices=group_indices, num_samples=len(data), metrics=metrics
         )
 
     def _overlong_penalty(self) -> OverlongPenalty | None:
@@ -192,11 +231,14 @@ class RolloutManager:
         """Evaluate all datasets; their samples go to RUN_DIR/eval/."""
         assert self._eval_fn is not None
         output = await self._eval_fn(RolloutFnEvalInput(step, weight_version=self._version))
-        for name, result in output.data.items():
-            self._write_rows(f"eval/{name}", step, [result.get("samples", [])])
-        if output.metrics is not None:
-            return dict(output.metrics)
-        return eval_metrics(output.data, self._args.eval_reward_key)
+        metrics = output.metrics
+        if metrics is None:
+            metrics = eval_metrics(output.data, self._args.eval_reward_key)
+        if self._config.eval.save_samples:
+            for name, result in output.data.items():
+                self._write_rows(f"eval/{name}", step, [result.get("samples", [])])
+        append_results(self._run_dir / "eval.jsonl", step, self._version, output.data, metrics)
+        return await self._log_evaluation(step, self._args, output.data, defaults=metrics, extra={})
 
     async def set_weight_version(self, version: int) -> None:
         """The engines hold `version` now."""

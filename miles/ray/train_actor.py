@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from miles.utils.hf import context_length
 class TrainActor:
     """Rank `rank` of the trainer. Collective methods are called on all ranks together."""
 
-    def __init__(self, run_dir: str, rank: int) -> None:
+    def __init__(self, run_dir: str, rank: int, gpus: tuple[str, ...] = ()) -> None:
+        """`gpus` are those it may use, as CUDA_VISIBLE_DEVICES names them; Ray has hidden all of them."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._log_path = enter(f"trainer-{rank}", run_dir, blocks=True)
         self._run_dir, self._rank = run_dir, rank
         self._learned = False

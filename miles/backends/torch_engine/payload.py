@@ -28,12 +28,16 @@ _ABANDONED_AFTER_S = 60.0
 
 
 class EncodedBucket:
-    """A bucket in shared memory; `payload` describes it, `close()` (or leaving the `with` block) removes it."""
+    """A bucket in shared memory; `payload()` describes it, `close()` (or leaving the `with` block) removes it."""
 
     def __init__(self, payload: str, path: Path, descriptor: int) -> None:
-        self.payload = payload
+        self._payload = payload
         self._path = path
         self._descriptor: int | None = descriptor
+
+    def payload(self) -> str:
+        """Where the bucket is and what it holds, the same for every reader."""
+        return self._payload
 
     def close(self) -> None:
         """Remove the segment; a second call does nothing."""

@@ -49,7 +49,7 @@ class BroadcastTransport:
     ) -> SentWeights:
         """As `Transport.send`."""
         await self._join(engines)
-        account = Account()
+        account = Account(engines)
         try:
             for bucket, last in buckets(named_tensors, self._bucket_bytes):
                 await self._send_bucket(bucket, engines, str(version) if last else None)

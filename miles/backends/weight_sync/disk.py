@@ -46,7 +46,7 @@ class DiskTransport:
         learned: bool,
     ) -> SentWeights:
         """As `Transport.send`."""
-        account = Account()
+        account = Account(engines)
         with self._failures_told():
             self._take_folder()
             target = self._write(named_tensors, version, account)

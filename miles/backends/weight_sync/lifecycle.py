@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from miles.backends.weight_sync.liveness import living, while_alive
@@ -174,9 +174,19 @@ async def _release(router: RouterEndpoint, waits: Waits) -> None:
 
 
 async def checksums(engines: Sequence[EngineEndpoint]) -> dict[str, dict[str, str]]:
-    """Each engine's checksums by parameter name."""
+    """Each engine's checksums by parameter name; by rank and the engine's own names where `EngineEndpoint.kind` is `sglang`."""
     answers = await asyncio.gather(*(control(e, "weights_checker", {"action": "checksum"}) for e in engines))
-    return {e.engine_id: a["checksums"] for e, a in zip(engines, answers, strict=True)}
+    return {e.engine_id: _checksums_of(a) for e, a in zip(engines, answers, strict=True)}
+
+
+def _checksums_of(answer: Mapping[str, Any]) -> dict[str, str]:
+    if "checksums" in answer:
+        return answer["checksums"]
+    return {
+        f"{name} of tensor-parallel rank {rank['parallelism_info']['tp_rank']}": value
+        for rank in answer["ranks"]
+        for name, value in rank["checksums"].items()
+    }
 
 
 async def versions(engines: Sequence[EngineEndpoint]) -> dict[str, str]:

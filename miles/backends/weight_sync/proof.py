@@ -60,40 +60,54 @@ def check_engines(sent: SentWeights, held: Mapping[str, Mapping[str, str]]) -> N
             )
 
 
-def check_changed(sent: SentWeights, before: Mapping[str, str]) -> None:
-    """Proof (b), last part: training changed the weights, so the checksums must differ from the last update's.
+def check_agree(sent: SentWeights, held: Mapping[str, Mapping[str, str]]) -> None:
+    """Proof (b) of engines that check by names of their own: those with the same names hold the same weights.
+
+    `held` maps an engine's id to its checksums. Raises WeightSyncError naming two engines and the parameters.
+    """
+    first_of: dict[frozenset[str], str] = {}
+    for engine, checksums in held.items():
+        first = first_of.setdefault(frozenset(checksums), engine)
+        if dict(checksums) != dict(held[first]):
+            raise WeightSyncError(
+                f"{engine} and {first} hold different weights after update {sent.version}: {_differing(held[first], checksums)}"
+                "\n    fix: report this with both engines' logs"
+            )
+
+
+def check_changed(sent: SentWeights, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Proof (b), last part: training changed the weights, so checksums must differ from the last update's.
 
     Raises WeightSyncError.
     """
-    if sent.learned and before and dict(before) == dict(sent.checksums):
+    if sent.learned and before and dict(before) == dict(now):
         raise WeightSyncError(
-            f"weight update {sent.version} sent exactly the weights of the update before, though optimizer steps were made\n"
+            f"weight update {sent.version} brought exactly the weights of the update before, though optimizer steps were made\n"
             "    fix: the trainer sends a stale copy of its weights; report this with the run folder"
         )
 
 
-def check_same(sent: SentWeights, published: Mapping[str, str]) -> None:
+def check_same(sent: SentWeights, published: Mapping[str, str], now: Mapping[str, str]) -> None:
     """What was sent again is what was published under the same version. Raises WeightSyncError."""
-    if published and dict(published) != dict(sent.checksums):
+    if published and dict(published) != dict(now):
         raise WeightSyncError(
-            f"weight version {sent.version} was sent again with other values than at its publish: {_differing(published, sent.checksums)}"
+            f"weight version {sent.version} was sent again with other values than at its publish: {_differing(published, now)}"
             "\n    fix: something changed the trainer's weights between two publishes; report this with the run folder"
         )
 
 
 def check_reloaded(
-    sent: SentWeights, again: SentWeights, held: Mapping[str, Mapping[str, str]], second_path: str
+    sent: SentWeights, before: Mapping[str, str], held: Mapping[str, Mapping[str, str]], second_path: str
 ) -> None:
     """Proof (c): weights that an engine took by `second_path` have the checksums of those it took the usual way.
 
-    `again` is what the trainer sent by the second path, `held` what the engine reports after it. Raises WeightSyncError.
+    `before` is what the engine held after the update, `held` what it reports after the second path. Raises WeightSyncError.
     """
-    check_same(again, sent.checksums)
     for engine, checksums in held.items():
-        if dict(checksums) != dict(sent.checksums):
+        if dict(checksums) != dict(before):
             raise WeightSyncError(
                 f"{engine} holds other weights after loading version {sent.version} by {second_path} than after the update: "
-                f"{_differing(sent.checksums, checksums)}"
+                f"{_differing(before, checksums)}"
                 "\n    fix: the two load paths of the engine disagree; report this with the run folder"
             )
 

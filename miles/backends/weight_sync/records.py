@@ -19,6 +19,7 @@ class SentWeights:
     version: int
     nbytes: Mapping[str, int]
     checksums: Mapping[str, str]
+    """Of every parameter; empty when no engine keeps them as the folder has them."""
     expected_nbytes: Mapping[str, int]
     """Names and bytes that the model folder says there are, read independently of the model in memory."""
     learned: bool

@@ -6,14 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from miles.backends.weight_sync.records import SentWeights
-from miles.backends.weight_sync.transport import Account, NamedTensor, buckets, call_all
+from miles.backends.weight_sync.transport import Account, NamedTensor, buckets, call_each
 from miles.core.run_facts import EngineEndpoint
 
 
 class EncodedBucket(Protocol):
-    """A bucket in shared memory; `payload` is what travels over HTTP."""
+    """A bucket in shared memory."""
 
-    payload: str
+    def payload(self) -> str:
+        """What travels over HTTP to one process that maps the memory; each process needs its own."""
+        ...
 
     def close(self) -> None:
         """Free the memory, once every engine has copied it."""
@@ -69,17 +71,17 @@ async def send(
     learned: bool,
 ) -> SentWeights:
     """Send every tensor to every engine; the version goes with the last bucket. Engines flush nothing: they are idle."""
-    account = Account()
+    account = Account(engines)
     for bucket, last in buckets(named_tensors, bucket_bytes):
         encoded = codec.encode(bucket)
         try:
             body = {
-                "serialized_named_tensors": [encoded.payload],
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
                 "weight_version": str(version) if last else None,
             }
-            await call_all(engines, "update_weights_from_tensor", body)
+            bodies = [body | {"serialized_named_tensors": [encoded.payload() for _ in range(e.tp)]} for e in engines]
+            await call_each(engines, "update_weights_from_tensor", bodies)
         finally:
             encoded.close()
         account.add(bucket)

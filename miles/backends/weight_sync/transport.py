@@ -57,9 +57,10 @@ def buckets(named_tensors: Iterable[NamedTensor], size_bytes: int) -> Iterator[t
 
 
 class Account:
-    """Counts what one update sends."""
+    """Counts what one update sends to `engines`, with checksums where they report theirs by the same names."""
 
-    def __init__(self) -> None:
+    def __init__(self, engines: Sequence[EngineEndpoint]) -> None:
+        self._by_name = any(engine.kind == "torch" for engine in engines)
         self._started_at = time.monotonic()
         self._nbytes: dict[str, int] = {}
         self._checksums: dict[str, str] = {}
@@ -68,7 +69,8 @@ class Account:
     def add(self, bucket: Sequence[NamedTensor]) -> None:
         """Note the tensors of a bucket that every engine has taken."""
         self._nbytes |= {name: tensor.nbytes for name, tensor in bucket}
-        self._checksums |= {name: checksum_tensor(tensor) for name, tensor in bucket}
+        if self._by_name:
+            self._checksums |= {name: checksum_tensor(tensor) for name, tensor in bucket}
         self._buckets += 1
 
     @property
@@ -105,4 +107,10 @@ async def call(engine: EngineEndpoint, route: str, body: Any) -> Any:
 
 async def call_all(engines: Sequence[EngineEndpoint], route: str, body: Any) -> None:
     """POST a control route of every engine at once; ends with an error as soon as one dies or refuses."""
-    await while_alive(engines, asyncio.gather(*(call(engine, route, body) for engine in engines)))
+    await call_each(engines, route, [body] * len(engines))
+
+
+async def call_each(engines: Sequence[EngineEndpoint], route: str, bodies: Sequence[Any]) -> None:
+    """As `call_all`, with a body of its own for each engine."""
+    calls = [call(engine, route, body) for engine, body in zip(engines, bodies, strict=True)]
+    await while_alive(engines, asyncio.gather(*calls))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from miles.backends.weight_sync import lifecycle, proof
@@ -21,7 +21,8 @@ class Verifier:
     (a) the first update of a run that starts from the model folder overwrites garbage, and must restore what the engines
     had loaded; (b) every update: version, names, bytes, engines that agree, checksums that changed if anything was
     learned; (c) every `reload_interval`-th update, one engine loads the same weights by `second_path` over garbage, and
-    must report the same checksums; (d) the checksum of every parameter equals the trainer's.
+    must report the same checksums; (d) the checksum of every parameter equals the trainer's, where an engine keeps
+    parameters as the folder has them (`EngineEndpoint.kind`).
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class Verifier:
             proof.check_sent(sent)
             if self._restores:
                 await self._compare(engines)
-            proof.check_engines(sent, await lifecycle.checksums(engines))
-            proof.check_changed(sent, self._checksums)
+            held = await self._held(engines, sent)
+            now = sent.checksums or held[engines[0].engine_id]
+            proof.check_changed(sent, self._checksums, now)
             if self._reload_interval and (self._proven + 1) % self._reload_interval == 0:
-                await self._reload(engines[0], sent)
+                await self._reload(engines[0], sent, held[engines[0].engine_id])
         self._proven += 1
-        self._remember(sent)
+        self._remember(sent, now)
 
     async def prove_one(self, engine: EngineEndpoint, sent: SentWeights) -> None:
         """Prove that one engine, brought up between two updates, holds the weights of the last. Raises WeightSyncError.
@@ -90,13 +92,22 @@ class Verifier:
         proof.check_versions(sent, await lifecycle.versions([engine]))
         if self._enabled:
             proof.check_sent(sent)
-            proof.check_engines(sent, await lifecycle.checksums([engine]))
+            held = await self._held([engine], sent)
+            now = sent.checksums or held[engine.engine_id]
             if sent.version == self._version:
-                proof.check_same(sent, self._checksums)
-            self._remember(sent)
+                proof.check_same(sent, self._checksums, now)
+            self._remember(sent, now)
 
-    def _remember(self, sent: SentWeights) -> None:
-        self._checksums, self._version, self._restores = dict(sent.checksums), sent.version, False
+    async def _held(self, engines: Sequence[EngineEndpoint], sent: SentWeights) -> dict[str, dict[str, str]]:
+        """Checksums by engine, once they are found to be right: equal to the trainer's by name, or to each other's."""
+        held = await lifecycle.checksums(engines)
+        by_name = {e.engine_id: held[e.engine_id] for e in engines if e.kind == "torch"}
+        proof.check_engines(sent, by_name)
+        proof.check_agree(sent, {engine: found for engine, found in held.items() if engine not in by_name})
+        return held
+
+    def _remember(self, sent: SentWeights, checksums: Mapping[str, str]) -> None:
+        self._checksums, self._version, self._restores = dict(checksums), sent.version, False
 
     async def _compare(self, engines: Sequence[EngineEndpoint]) -> None:
         try:
@@ -107,13 +118,14 @@ class Verifier:
                 f"folder: these parameters were not sent, or were sent with other values: {error}"
             ) from error
 
-    async def _reload(self, engine: EngineEndpoint, sent: SentWeights) -> None:
+    async def _reload(self, engine: EngineEndpoint, sent: SentWeights, before: Mapping[str, str]) -> None:
         """(c): load the same weights another way, over garbage."""
         await self._check([engine], "reset_tensors")
         again = await self._source.send_weights([engine], sent.version, self._second_path)
         held = await lifecycle.checksums([engine])
         proof.check_versions(again, await lifecycle.versions([engine]))
-        proof.check_reloaded(sent, again, held, self._second_path)
+        proof.check_same(again, sent.checksums, again.checksums)
+        proof.check_reloaded(sent, before, held, self._second_path)
 
     async def _check(self, engines: Sequence[EngineEndpoint], action: str) -> None:
         calls = [lifecycle.control(e, "weights_checker", {"action": action}) for e in engines]

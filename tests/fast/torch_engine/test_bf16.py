@@ -89,7 +89,7 @@ def test_an_update_in_bf16_is_exact_and_one_in_another_dtype_is_refused(folder: 
         [before] = engine.generate([request([4, 5, 6], 12, temperature=0.0)])
         new = list(source.model.hf.named_parameters())
         with SharedMemoryCodec().encode(new) as bucket:
-            engine.call(lambda: engine.update_weights(bucket.payload, True, "1", False)).result()
+            engine.call(lambda: engine.update_weights(bucket.payload(), True, "1", False)).result()
         assert engine.weights.checksums() == source.weights.checksums()
         [after] = engine.generate([request([4, 5, 6], 12, temperature=0.0)])
         [same] = source.generate([request([4, 5, 6], 12, temperature=0.0)])
@@ -99,7 +99,7 @@ def test_an_update_in_bf16_is_exact_and_one_in_another_dtype_is_refused(folder: 
         name, tensor = new[0]
         refusal = pytest.raises(RequestRefused, match=f"{name} has dtype float32, the engine's is bfloat16")
         with SharedMemoryCodec().encode([(name, tensor.float())]) as bucket, refusal:
-            engine.call(lambda: engine.update_weights(bucket.payload, True, "2", False)).result()
+            engine.call(lambda: engine.update_weights(bucket.payload(), True, "2", False)).result()
 
 
 def test_auto_takes_the_dtype_of_the_folder_and_a_named_dtype_takes_itself(folder: Path, model_folder: Path) -> None:

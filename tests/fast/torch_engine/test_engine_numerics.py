@@ -157,7 +157,7 @@ def test_no_order_of_joins_aborts_updates_and_scores_changes_a_number(
                         engine.release_memory(["kv_cache"])
                         engine.resume_memory(["kv_cache"])
                     with SharedMemoryCodec().encode(moved_weights(engine)) as bucket:
-                        engine.update_weights(bucket.payload, True, "1", False)
+                        engine.update_weights(bucket.payload(), True, "1", False)
             engine._admit()
             if engine._running:
                 engine._decode()
@@ -217,7 +217,7 @@ def test_a_weight_update_changes_the_output_and_matches_the_new_weights(model_fo
         [before] = engine.generate([request(prompt, 16, temperature=0.0)])
         new: dict[str, Any] = dict(source.model.hf.named_parameters())
         with SharedMemoryCodec().encode(list(new.items())) as bucket:
-            engine.call(lambda: engine.update_weights(bucket.payload, True, "1", False)).result()
+            engine.call(lambda: engine.update_weights(bucket.payload(), True, "1", False)).result()
         [after] = engine.generate([request(prompt, 16, temperature=0.0)])
         assert after.output_ids != before.output_ids
         assert (before.weight_version, after.weight_version) == ("0", "1")

@@ -49,7 +49,7 @@ def resident_mb(client: Client) -> float:
 
 def send(client: Client, weights: dict[str, torch.Tensor], version: str | None) -> tuple[int, Any]:
     with SharedMemoryCodec().encode(list(weights.items())) as bucket:
-        body = {"serialized_named_tensors": [bucket.payload], "load_format": "flattened_bucket"}
+        body = {"serialized_named_tensors": [bucket.payload()], "load_format": "flattened_bucket"}
         return client.post("/update_weights_from_tensor", body | {"weight_version": version, "flush_cache": False})
 
 

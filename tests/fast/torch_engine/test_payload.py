@@ -30,7 +30,7 @@ def some_tensors() -> list[tuple[str, torch.Tensor]]:
 def test_a_bucket_round_trips_names_dtypes_shapes_and_bits() -> None:
     sent = some_tensors()
     with CODEC.encode(sent) as bucket:
-        received = CODEC.decode(bucket.payload)
+        received = CODEC.decode(bucket.payload())
     assert [name for name, _ in received] == [name for name, _ in sent]
     for (_, before), (_, after) in zip(sent, received, strict=True):
         assert (before.dtype, before.shape) == (after.dtype, after.shape)
@@ -39,18 +39,18 @@ def test_a_bucket_round_trips_names_dtypes_shapes_and_bits() -> None:
 
 def test_an_empty_bucket_round_trips() -> None:
     with CODEC.encode([]) as bucket:
-        assert CODEC.decode(bucket.payload) == []
+        assert CODEC.decode(bucket.payload()) == []
 
 
 def test_a_closed_bucket_leaves_nothing_and_says_why_it_cannot_be_read() -> None:
     bucket = CODEC.encode(some_tensors())
-    path = payload._folder() / json.loads(bucket.payload)["shm"]
+    path = payload._folder() / json.loads(bucket.payload())["shm"]
     assert path.exists()
     bucket.close()
     bucket.close()
     assert not path.exists()
     with pytest.raises(FileNotFoundError, match="closed the bucket before it was read"):
-        CODEC.decode(bucket.payload)
+        CODEC.decode(bucket.payload())
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_closed_bucket_leaves_nothing_and_says_why_it_cannot_be_read() -> None
 )
 def test_a_payload_that_lies_is_refused(change: dict[str, object], message: str) -> None:
     with CODEC.encode(some_tensors()) as bucket:
-        broken = json.dumps(json.loads(bucket.payload) | change)
+        broken = json.dumps(json.loads(bucket.payload()) | change)
         with pytest.raises(ValueError, match=message):
             CODEC.decode(broken)
 
@@ -90,7 +90,7 @@ def test_buckets_of_a_dead_owner_are_removed_and_those_of_a_living_one_are_not()
     orphan = folder / f"miles-weights-{'0' * 32}"
     orphan.write_bytes(b"x")
     living = CODEC.encode(some_tensors())
-    living_path = folder / json.loads(living.payload)["shm"]
+    living_path = folder / json.loads(living.payload())["shm"]
     old = time.time() - 3600
     os.utime(orphan, (old, old))
     os.utime(living_path, (old, old))
@@ -108,10 +108,10 @@ def test_another_process_reads_a_bucket_without_a_warning_and_leaves_it_in_place
             "assert not any(m.split('.')[0] in ('transformers', 'ray') for m in sys.modules)"
         )
         child = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code, bucket.payload], capture_output=True, text=True, timeout=60
+            [sys.executable, "-W", "error", "-c", code, bucket.payload()], capture_output=True, text=True, timeout=60
         )
         assert (child.returncode, child.stdout.strip(), child.stderr) == (0, "56", "")
-        assert len(CODEC.decode(bucket.payload)) == 6
+        assert len(CODEC.decode(bucket.payload())) == 6
 
 
 def test_a_checksum_depends_on_values_dtype_and_shape_but_not_on_strides() -> None:

@@ -31,7 +31,7 @@ def as_it_was(server: Client, loaded: Weights) -> Iterator[None]:
 
 def send(server: Client, weights: Weights, version: str | None, **fields: Any) -> tuple[int, Any]:
     with CODEC.encode(list(weights.items())) as bucket:
-        body = {"serialized_named_tensors": [bucket.payload], "load_format": "flattened_bucket"}
+        body = {"serialized_named_tensors": [bucket.payload()], "load_format": "flattened_bucket"}
         return server.post("/update_weights_from_tensor", body | {"weight_version": version} | fields)
 
 

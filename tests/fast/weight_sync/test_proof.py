@@ -20,7 +20,7 @@ SENT = SentWeights(
 def test_what_was_sent_in_full_passes():
     proof.check_sent(SENT)
     proof.check_engines(SENT, {"engine-0": {"a": "x1", "b": "x2"}})
-    proof.check_changed(SENT, {"a": "x0", "b": "x2"})
+    proof.check_changed(SENT, {"a": "x0", "b": "x2"}, SENT.checksums)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_an_engine_that_holds_something_else_is_named_with_the_parameters(held, 
 
 def test_weights_that_did_not_change_though_something_was_learned_are_stale():
     with pytest.raises(WeightSyncError, match="exactly the weights of the update before"):
-        proof.check_changed(SENT, dict(SENT.checksums))
+        proof.check_changed(SENT, dict(SENT.checksums), SENT.checksums)
 
 
 def test_weights_may_stay_when_nothing_was_learned_or_nothing_was_sent_before():
-    proof.check_changed(replace(SENT, learned=False), dict(SENT.checksums))
-    proof.check_changed(SENT, {})
+    proof.check_changed(replace(SENT, learned=False), dict(SENT.checksums), SENT.checksums)
+    proof.check_changed(SENT, {}, SENT.checksums)
 
 
 def test_a_long_list_of_names_is_cut():

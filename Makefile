@@ -64,6 +64,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/loss_path.py
+	$(BIN)/python benchmarks/rewards.py
+	$(BIN)/python benchmarks/data_index.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -14,6 +14,9 @@ USAGE = """usage: miles VERB ...
   miles train [RECIPE.yaml ...] [--flag value ...]   train a model; `miles train --help` lists every setting
   miles verify-resume [RECIPE.yaml ...] [--flag value ...]   kill a run, resume it, and compare
   miles doctor loss [RECIPE.yaml ...] [--flag value ...]   prove that the loss does not depend on how work is split
+  miles data check FILE [RECIPE.yaml ...] [--flag value ...]   look at every row of a data file
+  miles reward check FILE [RECIPE.yaml ...] [--flag value ...]   grade saved responses again, and compare
+  miles hooks [check IMPORT.PATH] [RECIPE.yaml ...] [--flag value ...]   list functions of yours, or try one
   miles --version
 """
 
@@ -35,6 +38,18 @@ def main() -> None:
         from miles.doctor.main import main as doctor
 
         raise SystemExit(doctor(argv[1:]))
+    if argv[:1] == ["data"]:
+        from miles.data_check.main import main as data
+
+        raise SystemExit(data(argv[1:]))
+    if argv[:1] == ["reward"]:
+        from miles.reward_check.main import main as reward
+
+        raise SystemExit(reward(argv[1:]))
+    if argv[:1] == ["hooks"]:
+        from miles.hooks.main import main as hooks
+
+        raise SystemExit(hooks(argv[1:]))
     if not argv or argv[0] not in VERBS:
         found = f"no verb {argv[0]!r}\n" if argv else ""
         print(f"{found}{USAGE}", end="", file=sys.stderr)

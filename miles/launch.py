@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING, Any
 from miles.config.batch_math import batch_plan
 from miles.config.dump import dump
 from miles.config.resources import (
+    engine_backend,
+    gpu_plan,
     num_engines,
     num_train_ranks,
+    only_evaluates,
     resolved_num_cpus,
     resolved_threads,
 )
 from miles.config.schema import RunConfig
 from miles.core.plugins import load_hooks
 from miles.core.ports import Run, Tracker
+from miles.core.run_facts import RunFacts
 from miles.errors import ConfigError, MilesError
 from miles.ray.commands import engine_command, router_command
 from miles.ray.failure_text import explain_failure, message_of
@@ -53,7 +57,10 @@ if TYPE_CHECKING:
     from miles.ray.rollout_manager import ManagerFacts
 
 WORKERS = {"fsdp": "miles.backends.fsdp_utils.worker.FsdpTrainWorker"}
-CODEC = "miles.backends.torch_engine.payload.SharedMemoryCodec"
+CODECS = {
+    "torch": "miles.backends.torch_engine.payload.SharedMemoryCodec",
+    "sglang": "miles.backends.sglang_utils.payload.CudaIpcCodec",
+}
 CLOSE_TIMEOUT_S = 20.0
 
 
@@ -101,7 +108,7 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
         stack.callback(tracker.close)
         if config.rollout.num_rollout is None and started.facts.num_prompts is not None:
             console.say(epochs_in_words(config, started.facts.num_prompts, started.num_rollout))
-        steps = steps_left(start_from.next_step, started.num_rollout)
+        steps = range(0) if only_evaluates(config) else steps_left(start_from.next_step, started.num_rollout)
         console.start(steps)
         phases = PhaseLog(events)
         run = _assemble(config, run_dir, start_from, started, steps, tracker, record, waits, phases)
@@ -121,7 +128,7 @@ def _check_start(
     for note in [*resume_notes(config.checkpoint.load, start_from), *differences(config, run_dir, start_from)]:
         console.say(note, style="yellow")
         events.add("resume", what=note)
-    if config.rollout.num_rollout is not None:
+    if config.rollout.num_rollout:
         steps_left(start_from.next_step, config.rollout.num_rollout)
     run_id = start_from.record.id if start_from.record else run_record.new_id()
     events.add("run id", id=run_id)
@@ -147,11 +154,13 @@ async def _start(
     from miles.ray.rollout_manager import ManagerSpec, RolloutManager
     from miles.ray.train_actor import TrainActor
 
-    start_timeout_s = config.cluster.start_timeout_s
+    start_timeout_s, gpus = config.cluster.start_timeout_s, gpu_plan(config)
     pool = PoolPlan(
         run_dir=str(run_dir),
         num_engines=num_engines(config),
         engine_command=tuple(engine_command(config)),
+        engine_kind=engine_backend(config),
+        engine_gpus=gpus.engines,
         router_command=tuple(router_command(config)),
         token=secrets.token_urlsafe(24),
         start_timeout_s=start_timeout_s,
@@ -167,7 +176,9 @@ async def _start(
         state=start_from.rollout,
     )
     manager = spawn(RolloutManager, config, spec, num_cpus=0)
-    trainers = [spawn(TrainActor, str(run_dir), rank, num_cpus=1) for rank in range(num_train_ranks(config))]
+    trainers = [
+        spawn(TrainActor, str(run_dir), rank, gpus.train[rank], num_cpus=1) for rank in range(num_train_ranks(config))
+    ]
     stack.push_async_callback(_close, [manager, *trainers])
 
     manager_start = asyncio.ensure_future(
@@ -185,10 +196,13 @@ async def _start(
         "init_method": f"file://{rendezvous}",
         "total_optimizer_steps": num_rollout * batch_plan(config).num_steps_per_rollout,
         "threads": resolved_threads(config),
+        "facts": RunFacts(run_dir=str(run_dir), start_rollout_id=start_from.next_step),
     }
     load_folder = str(start_from.folder / "trainer") if start_from.folder else None
     worker_path = WORKERS[config.train.backend]
-    trainer_starts = [_ref(t.start.remote(config, worker_path, CODEC, init, load_folder)) for t in trainers]
+    trainer_starts = [
+        _ref(t.start.remote(config, worker_path, CODECS[engine_backend(config)], init, load_folder)) for t in trainers
+    ]
     trainer_start = waits.on("trainer", "start", asyncio.gather(*trainer_starts), deadline_s=start_timeout_s)
     facts, _ = await asyncio.gather(manager_start, trainer_start)
     return Started(manager, trainers, facts, num_rollout)
@@ -246,7 +260,13 @@ def _assemble(
         rollout=rollout,
         trainer=trainer,
         weights=weights,
-        evaluation=IntervalEvaluation(rollout, tracker, steps, config.eval.interval, before=config.eval.before_train),
+        evaluation=IntervalEvaluation(
+            rollout,
+            tracker,
+            steps,
+            config.eval.interval or (1 if only_evaluates(config) else None),
+            before=config.eval.before_train,
+        ),
         checkpoints=IntervalCheckpoints(
             checkpoints_of(config, run_dir),
             checkpoint.save_interval,
@@ -323,7 +343,8 @@ def run_to_end(config: RunConfig, loop: Callable[[Run], Awaitable[None]]) -> int
         console.error(str(e))
         return 2
     console.say(f"run folder: {run_dir}")
-    console.say(batch_plan(config).describe())
+    if not only_evaluates(config):
+        console.say(batch_plan(config).describe())
 
     async def go() -> None:
         async with build(config, run_dir, console, events) as run:

@@ -14,6 +14,9 @@ SINGLE = {"run.deterministic", "engine.dtype"}
 WITHOUT_EFFECT = {
     "model.gradient_checkpointing",
     "rollout.max_group_retries",
+    "rollout.group_timeout_s",
+    "rollout.max_filtered_batches",
+    "rollout.log_passrate",
     "reward.timeout_s",
     "reward.num_workers",
     "critic.save",

@@ -5,15 +5,21 @@ They look at no file and no machine; `preflight.py` does.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import cast
 
 from miles.config.batch_math import derive_batch_plan
 from miles.config.checks_advantages import ADVANTAGE_CHECKS
+from miles.config.checks_data import DATA_CHECKS
+from miles.config.checks_evaluation import EVALUATION_CHECKS
+from miles.config.checks_hooks import HOOK_CHECKS
 from miles.config.checks_losses import LOSS_CHECKS
+from miles.config.eval_settings import evaluated, evaluates_without_reward, why_it_evaluates
 from miles.config.known import Check
-from miles.config.resources import evaluates, needs_engines, only_trains, saves
+from miles.config.resources import evaluates, needs_engines, only_evaluates, only_trains, saves, trains_on_rewards
+from miles.config.reward_types import is_reward_type, known_reward_types, needs_label, reward_urls, split_boxed
 from miles.config.schema import DataConfig, RolloutConfig, RunConfig
 from miles.config.walk import leaves
 from miles.errors import Issue
@@ -75,16 +81,6 @@ def batching_settings_have_their_effect(cfg: RunConfig) -> Iterator[Issue]:
         )
 
 
-def over_sampling_covers_the_batch(cfg: RunConfig) -> Iterator[Issue]:
-    started, batch = cfg.rollout.over_sampling_batch_size, cfg.rollout.batch_size
-    if started is not None and started < batch:
-        yield Issue(
-            "rollout.over_sampling_batch_size",
-            f"starts {started} groups at a time, fewer than the {batch} of --rollout-batch-size",
-            f"--over-sampling-batch-size {batch} or more",
-        )
-
-
 def loss_and_rollout_function_agree(cfg: RunConfig) -> Iterator[Issue]:
     loss, path = cfg.algorithm.loss_type, cfg.rollout.function_path
     if loss == "sft_loss" and path in INFERENCE_ROLLOUTS:
@@ -102,14 +98,14 @@ def loss_and_rollout_function_agree(cfg: RunConfig) -> Iterator[Issue]:
     if path == SFT_ROLLOUT and evaluates(cfg) and cfg.rollout.eval_function_path in (None, SFT_ROLLOUT):
         yield Issue(
             "rollout.eval_function_path",
-            "--eval-interval is given, but the rollout function generates nothing that could be evaluated",
+            f"{why_it_evaluates(cfg)}, but the rollout function generates nothing that could be evaluated",
             f"--eval-function-path {INFERENCE_ROLLOUTS[0]}",
         )
 
 
 def rewards_come_from_somewhere(cfg: RunConfig) -> Iterator[Issue]:
     builtin = cfg.rollout.function_path in INFERENCE_ROLLOUTS and cfg.rollout.custom_generate_function_path is None
-    judged = cfg.algorithm.loss_type != "sft_loss" or evaluates(cfg)
+    judged = trains_on_rewards(cfg) or evaluates_without_reward(cfg)
     if builtin and judged and cfg.reward.rm_type is None and cfg.reward.custom_rm_path is None:
         yield Issue(
             "reward.rm_type",
@@ -118,10 +114,58 @@ def rewards_come_from_somewhere(cfg: RunConfig) -> Iterator[Issue]:
         )
 
 
+def reward_type_exists(cfg: RunConfig) -> Iterator[Issue]:
+    name = cfg.reward.rm_type
+    if name is not None and not is_reward_type(name):
+        yield Issue("reward.rm_type", f"there is no built-in reward {name!r}", known_reward_types(name))
+
+
+def object_rewards_name_their_entry(cfg: RunConfig) -> Iterator[Issue]:
+    name = cfg.reward.rm_type
+    judges = name is not None and split_boxed(name)[1] == "dapo" and cfg.reward.custom_rm_path is None
+    if judges and cfg.reward.reward_key is None and trains_on_rewards(cfg):
+        yield Issue(
+            "reward.reward_key",
+            f"--rm-type {name} gives an object with score, acc and pred, and none of them is named",
+            "--reward-key score",
+        )
+
+
+def remote_rewards_have_a_server(cfg: RunConfig) -> Iterator[Issue]:
+    name, urls = cfg.reward.rm_type, reward_urls(cfg.reward.rm_url)
+    if name is not None and split_boxed(name)[1] == "remote_rm" and not urls and cfg.reward.custom_rm_path is None:
+        yield Issue(
+            "reward.rm_url", "--rm-type remote_rm asks a server, and none is named", "--rm-url http://HOST:PORT"
+        )
+    for url in urls:
+        if not re.match(r"https?://[^/\s]", url):
+            yield Issue("reward.rm_url", f"{url!r} is no address of a server", "--rm-url http://HOST:PORT/PATH")
+
+
+def deterministic_rewards_are_no_chance(cfg: RunConfig) -> Iterator[Issue]:
+    name = cfg.reward.rm_type
+    if cfg.run.deterministic and name is not None and split_boxed(name)[1] == "random":
+        yield Issue(
+            "reward.rm_type",
+            f"{name} draws anew in every run, and --deterministic-mode promises the same run again",
+            "--rm-type deterministic_random",
+        )
+
+
+def group_rewards_are_custom(cfg: RunConfig) -> Iterator[Issue]:
+    if cfg.reward.group_rm and cfg.reward.custom_rm_path is None:
+        yield Issue(
+            "reward.group_rm",
+            "gives whole groups to a function, and the built-in rewards judge one sample at a time",
+            "--custom-rm-path package.module.function, or leave out --group-rm",
+        )
+
+
 def rewards_have_their_labels(cfg: RunConfig) -> Iterator[Issue]:
-    graded = cfg.reward.rm_type is not None and cfg.reward.custom_rm_path is None
+    name = cfg.reward.rm_type
+    graded = name is not None and is_reward_type(name) and needs_label(name) and cfg.reward.custom_rm_path is None
     plain = cfg.data.source_path == DataConfig.model_fields["source_path"].default
-    if graded and plain and cfg.data.label_key is None:
+    if graded and plain and cfg.data.label_key is None and trains_on_rewards(cfg):
         yield Issue(
             "data.label_key",
             f"--rm-type {cfg.reward.rm_type} compares with a label, but none is loaded",
@@ -136,10 +180,9 @@ def sampling_is_the_policy(cfg: RunConfig) -> Iterator[Issue]:
             yield Issue("rollout.top_p", f"{cfg.rollout.top_p} {why}", "--rollout-top-p 1; --eval-top-p may cut")
         if cfg.rollout.top_k > 0:
             yield Issue("rollout.top_k", f"{cfg.rollout.top_k} {why}", "--rollout-top-k -1; --eval-top-k may cut")
-    for path, top_k, flag in (
-        ("rollout.top_k", cfg.rollout.top_k, "--rollout-top-k"),
-        ("eval.top_k", cfg.eval.top_k, "--eval-top-k"),
-    ):
+    values = [("rollout.top_k", cfg.rollout.top_k, "--rollout-top-k"), ("eval.top_k", cfg.eval.top_k, "--eval-top-k")]
+    values += [(f"eval.datasets.{i}.top_k", dataset.top_k, "top_k:") for i, dataset in enumerate(cfg.eval.datasets)]
+    for path, top_k, flag in values:
         if top_k == 0:
             yield Issue(path, "0 leaves no token to sample", f"{flag} -1 keeps all tokens")
 
@@ -168,6 +211,13 @@ def lengths_fit_the_context(cfg: RunConfig) -> Iterator[Issue]:
 
 def length_issues(cfg: RunConfig, limit: int, limit_in_words: str, other_fix: str) -> Iterator[Issue]:
     """Issues of prompts and responses that may not fit into `limit` tokens together."""
+    if only_evaluates(cfg):
+        for path, dataset in evaluated(cfg):
+            if dataset.max_response_len is not None and dataset.max_response_len >= limit:
+                length, what = dataset.max_response_len, f"dataset {dataset.name}: responses"
+                path = "eval" if path == "eval.prompt_data" else path
+                yield _no_room(f"{path}.max_response_len", what, length, "prompt", limit, limit_in_words, other_fix)
+        return
     prompt, response = cfg.rollout.max_prompt_len, cfg.rollout.max_response_len
     if prompt is not None and prompt < limit < prompt + response:
         yield Issue(
@@ -195,11 +245,9 @@ def _no_room(path: str, what: str, length: int, other: str, limit: int, limit_in
 def eval_has_data_and_interval(cfg: RunConfig) -> Iterator[Issue]:
     given = bool(cfg.eval.prompt_data or cfg.eval.datasets)
     if evaluates(cfg) and not given:
-        yield Issue(
-            "eval.prompt_data",
-            f"--eval-interval {cfg.eval.interval} is given, but nothing to evaluate on",
-            "--eval-prompt-data NAME FILE.jsonl, or leave out --eval-interval",
-        )
+        without = "--num-rollout STEPS to train" if only_evaluates(cfg) else "leave out --eval-interval"
+        problem = f"{why_it_evaluates(cfg)}, but nothing to evaluate on"
+        yield Issue("eval.prompt_data", problem, f"--eval-prompt-data NAME FILE.jsonl, or {without}")
     if given and not evaluates(cfg) and not only_trains(cfg):
         yield Issue(
             "eval.interval",
@@ -226,7 +274,7 @@ def eval_names_are_pairs_and_unique(cfg: RunConfig) -> Iterator[Issue]:
 
 
 def saving_saves(cfg: RunConfig) -> Iterator[Issue]:
-    if saves(cfg) or cfg.debug.rollout_only or cfg.debug.load_rollout_data is not None:
+    if saves(cfg) or only_evaluates(cfg) or cfg.debug.rollout_only or cfg.debug.load_rollout_data is not None:
         return
     without = "but without --save-interval or --save-trigger-sentinel nothing is saved"
     if cfg.checkpoint.save is not None:
@@ -271,10 +319,9 @@ def training_alone_needs_no_engines(cfg: RunConfig) -> Iterator[Issue]:
             "--load-debug-rollout-data FILE, or a --rollout-function-path that makes samples without engines",
         )
     if evaluates(cfg):
-        problem = (
-            f"--eval-interval {cfg.eval.interval} is given, but a run that only trains has no engines to evaluate"
-        )
-        yield Issue("eval.interval", problem, "--eval-interval null")
+        problem = f"{why_it_evaluates(cfg)}, but a run that only trains has no engines to evaluate"
+        fix = "--num-rollout STEPS" if only_evaluates(cfg) else "--eval-interval null"
+        yield Issue("eval.interval", problem, fix)
     if cfg.debug.load_rollout_data is not None and saves(cfg):
         yield Issue(
             "debug.load_rollout_data",
@@ -347,10 +394,15 @@ CHECKS: tuple[Check, ...] = (
     run_has_a_length,
     batches_fill_whole_steps,
     batching_settings_have_their_effect,
-    over_sampling_covers_the_batch,
     loss_and_rollout_function_agree,
     rewards_come_from_somewhere,
+    reward_type_exists,
+    object_rewards_name_their_entry,
+    remote_rewards_have_a_server,
+    deterministic_rewards_are_no_chance,
+    group_rewards_are_custom,
     rewards_have_their_labels,
+    *DATA_CHECKS,
     *ADVANTAGE_CHECKS,
     sampling_is_the_policy,
     *LOSS_CHECKS,
@@ -358,6 +410,8 @@ CHECKS: tuple[Check, ...] = (
     lengths_fit_the_context,
     eval_has_data_and_interval,
     eval_names_are_pairs_and_unique,
+    *EVALUATION_CHECKS,
+    *HOOK_CHECKS,
     saving_saves,
     one_half_of_a_run_at_a_time,
     saved_samples_have_a_file_per_step,

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
+from miles.config.eval_file import EVAL_FILE
 from miles.config.nearest import nearest
 from miles.config.walk import Leaf, leaves
 from miles.errors import ConfigError, Issue
 
 CUSTOM_FILE = "--custom-config-path"
-"""The one flag with a value that is no setting: a YAML file merged into `custom`."""
+"""A flag with a value that is no setting: a YAML file merged into `custom`."""
+
+SERVER_ARGUMENT = "--sglang-"
+"""What server arguments of SGLang begin with; its own source says which there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,13 @@ def value_of(given: Given) -> Any:
     return _structure(given.flag, given.values[0]) if leaf.type_name == "dict" else given.values[0]
 
 
+def server_argument(given: Given) -> dict[str, Any]:
+    """`{"tp_size": "2"}` of `--sglang-tp-size 2`: no value is a switch that is on, several are a list."""
+    name = given.flag.removeprefix(SERVER_ARGUMENT).replace("-", "_")
+    value = True if not given.values else given.values[0] if len(given.values) == 1 else list(given.values)
+    return {name: value}
+
+
 def unknown_flag(flag: str, more: Iterable[str] = ()) -> Issue:
     """The issue of a flag that nothing takes, with the nearest ones; `more` are flags of the run's own functions."""
     close = suggestions(flag, more)
@@ -74,7 +85,7 @@ def unknown_flag(flag: str, more: Iterable[str] = ()) -> Issue:
 def suggestions(flag: str, more: Iterable[str] = ()) -> list[str]:
     """Flags that exist and look like `flag`."""
     known = [(name, name if inverted else leaf.flag) for name, (leaf, inverted) in settable().items()]
-    return nearest(flag, [*known, *((name, name) for name in (CUSTOM_FILE, "--help", "--dry-run", *more))])
+    return nearest(flag, [*known, *((name, name) for name in (CUSTOM_FILE, EVAL_FILE, "--help", "--dry-run", *more))])
 
 
 def _switch(given: Given) -> bool:

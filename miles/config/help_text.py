@@ -7,6 +7,7 @@ import textwrap
 from typing import Any
 
 from miles.config.command_line import CUSTOM_FILE
+from miles.config.eval_file import EVAL_FILE
 from miles.config.walk import Leaf, item_leaves, leaves, sections
 
 USAGE = "usage: {prog} [recipe.yaml ...] [--flag value ...]"
@@ -19,6 +20,10 @@ GENERAL = (
     ("--help", "Show this text."),
     ("--dry-run", "Show the resolved settings, the batch arithmetic and what would be started; start nothing."),
     (f"{CUSTOM_FILE} FILE.yaml", "Add the entries of a YAML mapping to `custom`, for your own functions."),
+    (
+        f"{EVAL_FILE} FILE.yaml",
+        "Take `eval.datasets` and their defaults from a YAML file, or from base64:TEXT of one.",
+    ),
 )
 
 

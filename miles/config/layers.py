@@ -13,9 +13,12 @@ from miles.config.schema import RunConfig
 from miles.config.walk import leaves, section_model
 from miles.errors import Issue
 
+OPEN = ("custom", "engine.sglang")
+"""Mappings with names of others: they merge by name."""
+
 
 class Layers:
-    """Settings as plain data. Sections merge, `custom` merges by name, any other value replaces the one below it."""
+    """Settings as plain data. Sections and `OPEN` mappings merge by name, any other value replaces the one below it."""
 
     def __init__(self) -> None:
         self.data: dict[str, Any] = {}
@@ -57,7 +60,7 @@ class Layers:
                 self._no_section(path, origin, value, next(iter(nested.model_fields)), lost)
 
     def _set(self, into: dict[str, Any], path: str, key: str, value: Any, origin: str) -> None:
-        if path == "custom":
+        if path in OPEN:
             if isinstance(value, Mapping):
                 into[key] = {**into.get(key, {}), **cast(Mapping[Any, Any], value)}
                 self.origins[path] = origin

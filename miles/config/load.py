@@ -9,7 +9,18 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from miles.config.checks import CHECKS
-from miles.config.command_line import CUSTOM_FILE, Given, settable, split, suggestions, unknown_flag, value_of
+from miles.config.command_line import (
+    CUSTOM_FILE,
+    SERVER_ARGUMENT,
+    Given,
+    server_argument,
+    settable,
+    split,
+    suggestions,
+    unknown_flag,
+    value_of,
+)
+from miles.config.eval_file import EVAL_FILE, read_eval_file, source_name
 from miles.config.explain import explain
 from miles.config.hook_flags import HookArguments, read_hook_flags
 from miles.config.known import run_checks
@@ -54,8 +65,12 @@ def read(argv: Sequence[str], hook_arguments: HookArguments | None = None) -> Re
     for item in given:
         if item.flag == CUSTOM_FILE:
             _add_custom_files(item, layers)
+        elif item.flag == EVAL_FILE:
+            _add_eval_file(item, layers)
         elif item.flag in settable():
             _put(item, layers)
+        elif item.flag.startswith(SERVER_ARGUMENT):
+            layers.put("engine.sglang", server_argument(item), item.flag)
         else:
             unclaimed.append(item)
     hook_flags: list[str] = []
@@ -107,6 +122,17 @@ def _add_custom_files(item: Given, layers: Layers) -> None:
     for path in item.values:
         with _Collecting(layers):
             layers.put("custom", read_mapping(path), path)
+
+
+def _add_eval_file(item: Given, layers: Layers) -> None:
+    if len(item.values) != 1:
+        problem = f"takes one file, got {len(item.values)}"
+        layers.issues.append(Issue(item.flag, problem, "give a YAML file; it lists as many datasets as you like"))
+        layers.unreadable.add("eval.datasets")
+        return
+    with _Collecting(layers, "eval.datasets"):
+        source = item.values[0]
+        layers.put("eval.datasets", read_eval_file(source), source_name(source))
 
 
 def _finish(layers: Layers) -> Reading:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from miles.config.checks import length_issues
+from miles.config.checks_gpu import GPU_CHECKS
 from miles.config.known import Check, run_checks
 from miles.config.resources import (
     machine_cores,
     needs_engines,
     num_engines,
     num_train_ranks,
+    only_evaluates,
     resolved_num_cpus,
     saves,
 )
@@ -69,17 +71,23 @@ def lengths_fit_the_model(cfg: RunConfig) -> Iterator[Issue]:
     if context is not None and context > limit:
         problem = f"{context} tokens are more than the {limit} positions of {cfg.model.hf_checkpoint}"
         yield Issue("rollout.max_context_len", problem, f"--rollout-max-context-len {limit} or less")
+    evals = [("eval.max_context_len", cfg.eval.max_context_len)]
+    evals += [(f"eval.datasets.{i}.max_context_len", d.max_context_len) for i, d in enumerate(cfg.eval.datasets)]
+    for path, length in evals:
+        if length is not None and length > limit:
+            problem = f"{length} tokens are more than the {limit} positions of {cfg.model.hf_checkpoint}"
+            yield Issue(path, problem, f"{limit} or less")
     if context is None:
         yield from length_issues(cfg, limit, f"the {limit} positions of the model", "or a model with more positions")
 
 
 def prompts_exist(cfg: RunConfig) -> Iterator[Issue]:
-    if cfg.data.source_path != DataConfig.model_fields["source_path"].default:
+    if cfg.data.source_path != DataConfig.model_fields["source_path"].default or only_evaluates(cfg):
         return
-    if not cfg.data.prompt_data:
+    if not cfg.data.prompt_data and cfg.data.global_dataset:
         yield Issue("data.prompt_data", "no prompts are given", "--prompt-data FILE.jsonl")
-    else:
-        yield from _data_file("data.prompt_data", cfg.data.prompt_data, "")
+    for path in cfg.data.prompt_data:
+        yield from _data_file("data.prompt_data", path, "")
 
 
 def eval_data_exists(cfg: RunConfig) -> Iterator[Issue]:
@@ -286,17 +294,32 @@ def _damage(file: Path) -> str | None:
 
 def _data_file(setting: str, path: str, prefix: str) -> Iterator[Issue]:
     file = Path(split_slice(path)[0])
-    rows = "a .jsonl file with one JSON object a line"
+    rows = "a .jsonl file with one JSON object a line, or a .parquet file"
     if not file.exists():
         rows_wanted = "take rows a to b with FILE@[a:b]" if "@[" in file.name else ""
         fix = rows_wanted or f"check the path; the current folder is {Path.cwd()}"
         yield Issue(setting, f"{prefix}{path}: no such file", fix)
     elif not file.is_file():
         yield Issue(setting, f"{prefix}{path} is not a file", f"give {rows}")
-    elif file.suffix != ".jsonl":
-        yield Issue(setting, f"{prefix}{path} is not a .jsonl file", f"give {rows}")
+    elif file.suffix not in (".jsonl", ".parquet"):
+        yield Issue(setting, f"{prefix}{path} is neither a .jsonl nor a .parquet file", f"give {rows}")
+    elif not os.access(file, os.R_OK):
+        yield Issue(setting, f"{prefix}{path} may not be read", "give this user leave to read it")
+    elif file.suffix == ".parquet":
+        if not _is_parquet(file):
+            yield Issue(setting, f"{prefix}{path} is not a Parquet file, or is cut off", "write the file anew")
     elif _is_blank(file):
         yield Issue(setting, f"{prefix}{path} is empty", f"give {rows}")
+
+
+def _is_parquet(file: Path) -> bool:
+    """Whether a file begins and ends as Parquet does."""
+    mark = b"PAR1"
+    with file.open("rb") as data:
+        if data.read(len(mark)) != mark or data.seek(0, os.SEEK_END) < 3 * len(mark):
+            return False
+        data.seek(-len(mark), os.SEEK_END)
+        return data.read() == mark
 
 
 def _is_blank(file: Path) -> bool:
@@ -328,4 +351,5 @@ PREFLIGHT: tuple[Check, ...] = (
     run_folder_is_free,
     processes_can_be_placed,
     router_port_is_free,
+    *GPU_CHECKS,
 )

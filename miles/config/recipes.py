@@ -14,10 +14,15 @@ def read_mapping(path: str) -> dict[Any, Any]:
 
     Raises ConfigError when the file is missing, unreadable, no YAML, or holds something else.
     """
+    return parse_mapping(path, _read_text(path))
+
+
+def parse_mapping(path: str, text: str) -> dict[Any, Any]:
+    """As `read_mapping`, of text that came from `path`."""
     from miles.config.yaml_text import YamlError, read_yaml
 
     try:
-        data = read_yaml(_read_text(path))
+        data = read_yaml(text)
     except YamlError as e:
         raise _error(path, f"is not valid YAML: {e}", "correct that line") from None
     if data is None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from miles.config.estimators import ESTIMATORS
 from miles.config.schema import OptimizerConfig, RunConfig
 from miles.utils.model_dtype import model_dtype
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_DEVICES = Path("/dev")
+_GPU = re.compile(r"nvidia[0-9]+")
 
 
 def machine_cores() -> int:
@@ -20,6 +25,58 @@ def machine_cores() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def machine_gpus() -> tuple[str, ...]:
+    """GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; found without starting CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(name.strip() for name in visible.split(",") if name.strip())
+    try:
+        count = sum(bool(_GPU.fullmatch(entry.name)) for entry in _DEVICES.iterdir())
+    except OSError:
+        count = 0
+    return tuple(map(str, range(count)))
+
+
+def resolved_device(cfg: RunConfig) -> Literal["cpu", "cuda"]:
+    """`cpu` or `cuda`."""
+    return ("cuda" if machine_gpus() else "cpu") if cfg.cluster.device == "auto" else cfg.cluster.device
+
+
+def engine_backend(cfg: RunConfig) -> Literal["torch", "sglang"]:
+    """`torch` or `sglang`."""
+    if cfg.engine.backend != "auto":
+        return cfg.engine.backend
+    return "sglang" if resolved_device(cfg) == "cuda" else "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """Which GPUs of the machine each trainer rank and each engine takes; empty on a CPU."""
+
+    train: tuple[tuple[str, ...], ...]
+    engines: tuple[tuple[str, ...], ...]
+    wanted: int
+    """GPUs that the run needs."""
+
+
+def gpu_plan(cfg: RunConfig) -> GpuPlan:
+    """One GPU a rank, then those of the engines; with `colocate`, engines begin with the first again.
+
+    When there are too few, the last places are empty: see `wanted`.
+    """
+    ranks, engines, size = num_train_ranks(cfg), num_engines(cfg), cfg.engine.gpus_per_engine
+    if resolved_device(cfg) == "cpu":
+        return GpuPlan(((),) * ranks, ((),) * engines, 0)
+    gpus = machine_gpus()
+    first = 0 if cfg.cluster.colocate else ranks
+    places = [range(first + i * size, first + (i + 1) * size) for i in range(engines)]
+    return GpuPlan(
+        tuple(gpus[rank : rank + 1] for rank in range(ranks)),
+        tuple(tuple(gpus[i] for i in place if i < len(gpus)) for place in places),
+        max(ranks, first + engines * size),
+    )
 
 
 def resolved_num_cpus(cfg: RunConfig) -> int:
@@ -34,12 +91,24 @@ def resolved_threads(cfg: RunConfig) -> int:
 
 def evaluates(cfg: RunConfig) -> bool:
     """Whether the run evaluates at all."""
-    return cfg.eval.interval is not None
+    return cfg.eval.interval is not None or only_evaluates(cfg)
+
+
+def only_evaluates(cfg: RunConfig) -> bool:
+    """Whether the run has no step: it evaluates the model of `--hf-checkpoint` and ends."""
+    return cfg.rollout.num_rollout == 0
+
+
+def trains_on_rewards(cfg: RunConfig) -> bool:
+    """Whether samples of training are judged. Asks for the number of steps only where there is something to evaluate."""
+    could_evaluate = bool(cfg.eval.prompt_data or cfg.eval.datasets)
+    return cfg.algorithm.loss_type != "sft_loss" and not (could_evaluate and only_evaluates(cfg))
 
 
 def saves(cfg: RunConfig) -> bool:
     """Whether the run writes checkpoints at all."""
-    return cfg.checkpoint.save_interval is not None or cfg.checkpoint.save_trigger_sentinel is not None
+    asked = cfg.checkpoint.save_interval is not None or cfg.checkpoint.save_trigger_sentinel is not None
+    return asked and not only_evaluates(cfg)
 
 
 def only_trains(cfg: RunConfig) -> bool:
@@ -59,7 +128,7 @@ def num_engines(cfg: RunConfig) -> int:
 
 def num_train_ranks(cfg: RunConfig) -> int:
     """Trainer processes that the run starts."""
-    return 0 if cfg.debug.rollout_only else cfg.cluster.train_ranks
+    return 0 if cfg.debug.rollout_only or only_evaluates(cfg) else cfg.cluster.train_ranks
 
 
 def trains_critic(cfg: RunConfig) -> bool:

@@ -213,6 +213,13 @@ async def post(
     return await _call("POST", url, body, sent_headers, timeout_s, idempotent, deadline_s)
 
 
+async def post_once(url: str, payload: Any, *, timeout_s: float) -> Any:
+    """One attempt of `post`, for callers that choose another server themselves before they try again; errors as there."""
+    body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    session = await _session_for(url)
+    return await _attempt(session, "POST", url, body, {"Content-Type": "application/json"}, timeout_s, None)
+
+
 async def post_stream(
     url: str,
     payload: Any,

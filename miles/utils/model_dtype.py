@@ -1,4 +1,4 @@
-"""The data type of a model folder, read from its files alone."""
+"""What a model folder says of itself, read from its files alone: its configuration, and its data type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def model_dtype(folder: str | Path) -> str:
     A folder that says neither counts as float32.
     """
     path = Path(folder)
-    config = _read_json(path / "config.json")
+    config = model_config(path)
     named = config.get("dtype", config.get("torch_dtype"))
     if named in FLOATS.values():
         return cast(str, named)
@@ -27,9 +27,10 @@ def model_dtype(folder: str | Path) -> str:
     return "float32"
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def model_config(folder: str | Path) -> dict[str, Any]:
+    """The folder's config.json; empty when there is none that can be read."""
     try:
-        data = json.loads(file.read_bytes())
+        data = json.loads((Path(folder) / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
     return cast(dict[str, Any], data) if isinstance(data, dict) else {}

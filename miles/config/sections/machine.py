@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -14,10 +14,14 @@ class ClusterConfig(ConfigModel):
 
     num_cpus: Annotated[PositiveInt | None, Flag("--num-cpus")] = None
     """Logical CPUs that Ray may hand out; unset takes the machine's count."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], Flag("--device")] = "auto"
+    """Where trainer and engines compute; `auto` takes the machine's GPUs when it has any."""
+    colocate: Annotated[bool, Flag("--colocate")] = False
+    """Trainer and engines take turns on the same GPUs; off gives each GPUs of its own."""
     train_ranks: Annotated[PositiveInt, Flag("--train-ranks")] = 1
-    """Trainer processes; each takes one logical CPU."""
+    """Trainer processes; each takes one logical CPU, and on GPUs one of them."""
     rollout_engines: Annotated[PositiveInt, Flag("--rollout-engines")] = 1
-    """Inference engines; each takes one logical CPU."""
+    """Inference engines; each takes one logical CPU, and on GPUs `--rollout-num-gpus-per-engine` of them."""
     threads: Annotated[PositiveInt | None, Flag("--torch-threads")] = None
     """Threads that torch uses in each trainer and engine; unset takes the machine's cores. Training and generation take turns, so each may use all of them."""
     start_timeout_s: PositiveFloat = 300.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from miles.config.base import ConfigModel, Flag
 
@@ -18,8 +18,8 @@ class RolloutConfig(ConfigModel):
     """Prompts per rollout step."""
     n_samples_per_prompt: Annotated[PositiveInt, Flag("--n-samples-per-prompt")] = 8
     """Samples of each prompt: the group whose rewards are compared."""
-    num_rollout: Annotated[PositiveInt | None, Flag("--num-rollout")] = None
-    """Rollout steps of the run, counted from step 0; wins over `--num-epoch`."""
+    num_rollout: Annotated[NonNegativeInt | None, Flag("--num-rollout")] = None
+    """Rollout steps of the run, counted from step 0; wins over `--num-epoch`. With 0 the run evaluates `--hf-checkpoint` once and ends."""
     num_epoch: Annotated[PositiveInt | None, Flag("--num-epoch")] = None
     """Passes over the prompts; gives rows // `--rollout-batch-size` steps each."""
     seed: Annotated[int, Flag("--rollout-seed")] = 42
@@ -46,6 +46,8 @@ class RolloutConfig(ConfigModel):
     """Prompt groups started at a time while a batch is collected; unset takes `--rollout-batch-size`. Groups left over return to the data source."""
     max_group_retries: NonNegativeInt = 2
     """Times a group whose generation or reward failed is tried again before the run stops with its error."""
+    group_timeout_s: Annotated[PositiveFloat | None, Flag("--rollout-group-timeout")] = None
+    """Seconds that a group may take from its start, waits and rewards included; then it is cancelled and counts as failed. Unset has no limit of its own."""
     function_path: Annotated[str, Flag("--rollout-function-path")] = (
         "miles.rollout.inference_rollout.InferenceRolloutFn"
     )
@@ -54,17 +56,42 @@ class RolloutConfig(ConfigModel):
     """Rollout class or function used for evaluation; unset takes the rollout function."""
     custom_generate_function_path: Annotated[str | None, Flag("--custom-generate-function-path")] = None
     """Function that turns one prompt into one or more samples; unset generates one turn."""
-    dynamic_sampling_filter_path: Annotated[str | None, Flag("--dynamic-sampling-filter-path")] = None
-    """Function that keeps or drops a finished group: `fn(args, group) -> DynamicFilterOutput | bool`."""
+    sample_hook_path: Annotated[list[str], Flag("--rollout-sample-hook-path")] = []
+    """Functions called with each finished sample before its reward: `fn(args, sample, *, rollout_id, evaluation)`."""
+    dynamic_sampling_filter_path: Annotated[list[str], Flag("--dynamic-sampling-filter-path")] = []
+    """Functions that keep or drop a finished group: `fn(args, group) -> DynamicFilterOutput | bool`. Asked in this order; the first that drops it decides."""
+    filter_max_response_len: Annotated[PositiveInt | None, Flag("--filter-max-response-len")] = None
+    """Response tokens beyond which `check_response_length` takes a trajectory for too long; unset lets it look for truncation alone."""
+    max_filtered_batches: Annotated[PositiveInt, Flag("--max-filtered-batches")] = 20
+    """The run stops when the filters drop this many times `--rollout-batch-size` groups in a row and keep none."""
+    log_passrate: Annotated[bool, Flag("--log-passrate")] = False
+    """Report pass@k of the training groups: the chance that one of k samples has reward 1."""
     sample_filter_path: Annotated[str | None, Flag("--rollout-sample-filter-path")] = None
     """Function that may set `remove_sample` on samples of the collected batch: `fn(args, groups)`."""
     all_samples_process_path: Annotated[str | None, Flag("--rollout-all-samples-process-path")] = None
     """Function that sees every finished group, dropped ones too: `fn(args, all_groups, data_source)`."""
+    custom_log_function_path: Annotated[str | None, Flag("--custom-rollout-log-function-path")] = None
+    """Function called with each collected batch: `fn(rollout_id, args, samples, extra_metrics, rollout_time)`. What it adds to `extra_metrics` is logged; True leaves the metrics of the rollout out."""
+
+    @field_validator("dynamic_sampling_filter_path", mode="before")
+    @classmethod
+    def _one_filter_is_a_list(cls, value: Any) -> Any:
+        if value is None:
+            return []
+        return [value] if isinstance(value, str) else value
 
 
 class EngineConfig(ConfigModel):
     """The inference engines."""
 
+    backend: Annotated[Literal["auto", "torch", "sglang"], Flag("--engine-backend")] = "auto"
+    """`sglang` starts the installed SGLang, `torch` the engine that comes with Miles; `auto` is SGLang on GPUs and torch on CPU."""
+    gpus_per_engine: Annotated[PositiveInt, Flag("--rollout-num-gpus-per-engine")] = 1
+    """GPUs that share one engine's model (tensor parallelism)."""
+    sglang: dict[str, Any] = {}
+    """Server arguments of SGLang by their names, such as `mem_fraction_static: 0.6`; on the command line `--sglang-mem-fraction-static 0.6`."""
+    cache_dir: Annotated[str | None, Flag("--engine-cache-dir")] = None
+    """Folder of the kernels that SGLang compiles at its first start, for later starts to find; unset takes the home folder's caches."""
     concurrency: Annotated[PositiveInt, Flag("--sglang-server-concurrency")] = 512
     """Requests that may be in flight per engine."""
     max_running_requests: PositiveInt = 256

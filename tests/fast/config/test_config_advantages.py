@@ -1,27 +1,73 @@
 import pytest
 
 from miles.config.estimators import ESTIMATORS
+from miles.config.implied import implied
 from miles.config.load import load
+from miles.config.plan import describe_plan
 from miles.config.resources import critic_optimizer
+from miles.core.hook_args import HookArgs
+from miles.core.run_facts import RunFacts
 from tests.fast.config.test_config_checks import OK, SFT, only, problems
 
 USES_KL = "rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo"
 
 
-def needs(name: str) -> list[str]:
-    return ["--normalize-advantages"] if ESTIMATORS[name].must_whiten else []
-
-
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_is_one_setting_away(name):
-    assert problems(*OK, "--advantage-estimator", name, *needs(name)) == []
+    assert problems(*OK, "--advantage-estimator", name) == []
 
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
-def test_reinforce_plus_plus_asks_for_whitening(name):
-    found = only(*OK, "--advantage-estimator", name)
-    assert found.startswith(f"algorithm.normalize_advantages: {name} is defined with")
-    assert found.endswith("-> --normalize-advantages")
+def test_reinforce_plus_plus_brings_whitening_and_refuses_to_do_without(name):
+    assert whitened(*OK, "--advantage-estimator", name)
+    assert whitened(*OK, "--advantage-estimator", name, "--normalize-advantages")
+    assert only(*OK, "--advantage-estimator", name, "--normalize-advantages", "false") == (
+        f"algorithm.normalize_advantages: false, but {name} is defined with advantages of mean 0 and variance 1 over the "
+        "batch -> leave it out, which normalizes them, or another --advantage-estimator"
+    )
+
+
+def test_other_estimators_and_functions_whiten_only_when_told_to():
+    own = ["--advantage-estimator", "reinforce_plus_plus", "--custom-advantage-function-path", "my.fn"]
+    for flags in ([], ["--advantage-estimator", "ppo"], own, [*own, "--normalize-advantages", "false"]):
+        assert not whitened(*OK, *flags)
+    for flags in ([], own):
+        assert whitened(*OK, *flags, "--normalize-advantages")
+
+
+def whitened(*argv: str) -> bool:
+    return HookArgs(load(argv), RunFacts()).normalize_advantages
+
+
+def lines_implied(*argv: str) -> list[str]:
+    return [one.describe() for one in implied(load(argv))]
+
+
+def test_what_an_estimator_brings_along_is_listed_until_it_is_set():
+    assert lines_implied(*OK) == lines_implied(*OK, "--advantage-estimator", "rloo") == []
+    plus = [*OK, "--advantage-estimator", "reinforce_plus_plus"]
+    by = "by --advantage-estimator"
+    assert lines_implied(*plus) == [f"algorithm.normalize_advantages true, {by} reinforce_plus_plus"]
+    assert lines_implied(*plus, "--normalize-advantages") == []
+    gspo = [*OK, "--advantage-estimator", "gspo"]
+    assert lines_implied(*gspo) == [f"algorithm.policy_objective gspo, {by} gspo"]
+    assert lines_implied(*gspo, "--policy-objective", "ppo") == []
+    assert lines_implied(*OK, "--advantage-estimator", "dapo") == [f"algorithm.loss_denominator tokens, {by} dapo"]
+    dr_grpo = [*OK, "--advantage-estimator", "dr_grpo", "--rollout-max-response-len", "77"]
+    constant = "algorithm.loss_constant 77, by --rollout-max-response-len 77"
+    assert lines_implied(*dr_grpo) == [f"algorithm.loss_denominator constant, {by} dr_grpo", constant]
+    assert lines_implied(*dr_grpo, "--loss-denominator", "constant") == [constant]
+    assert lines_implied(*dr_grpo, "--calculate-per-token-loss") == []
+    model = ["--hf-checkpoint", "FOLDER", "--lr", "0.5"]
+    assert lines_implied(*PPO, *model) == ["critic.load FOLDER, by --hf-checkpoint", "critic.lr 0.5, by --lr"]
+    assert lines_implied(*PPO, *model, "--critic-load", "x", "--critic-lr", "1") == []
+    assert lines_implied(*SFT, "--advantage-estimator", "ppo") == []
+
+
+def test_the_plan_of_a_dry_run_tells_what_is_implied():
+    lines = describe_plan(load([*OK, "--advantage-estimator", "reinforce_plus_plus"]))
+    said = "implied          algorithm.normalize_advantages true, by --advantage-estimator reinforce_plus_plus"
+    assert said in lines
 
 
 PPO = [*OK, "--advantage-estimator", "ppo"]
@@ -105,10 +151,40 @@ def test_rloo_without_its_comparison_is_refused():
 
 def test_estimators_that_compare_nothing_take_one_sample_of_a_prompt():
     one = ["--n-samples-per-prompt", "1"]
-    assert problems(*OK, *one, "--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages") == []
+    assert problems(*OK, *one, "--advantage-estimator", "reinforce_plus_plus") == []
     for name in ("rloo", "dr_grpo", "reinforce_plus_plus_baseline"):
-        found = only(*OK, *one, "--advantage-estimator", name, *needs(name))
+        found = only(*OK, *one, "--advantage-estimator", name)
         assert found.startswith(f"rollout.n_samples_per_prompt: {name} compares the samples of a prompt")
+
+
+CUSTOM = [*OK, "--loss-type", "custom_loss", "--custom-loss-function-path", "my.loss"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "path"),
+    [
+        (["--n-samples-per-prompt", "1"], "rollout.n_samples_per_prompt"),
+        (["--advantage-estimator", "rloo", "--disable-rewards-normalization"], "algorithm.rewards_normalization"),
+        (
+            ["--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages", "false"],
+            "algorithm.normalize_advantages",
+        ),
+        (["--kl-coef", "0.1"], "algorithm.kl_coef"),
+        (["--gamma", "0.9"], "algorithm.gamma"),
+        (["--lambd", "0.9"], "algorithm.lambd"),
+        (["--critic-lr", "0.1"], "critic.lr"),
+    ],
+)
+def test_a_loss_of_your_own_is_given_advantages_and_their_rules_hold(flags, path):
+    assert only(*CUSTOM, *flags).startswith(f"{path}: ")
+
+
+def test_a_loss_of_your_own_may_have_any_estimator_and_one_sample_of_a_prompt():
+    for name in ESTIMATORS:
+        assert problems(*CUSTOM, "--advantage-estimator", name) == []
+    assert problems(*CUSTOM, "--n-samples-per-prompt", "1", "--disable-rewards-normalization") == []
+    assert problems(*CUSTOM, "--advantage-estimator", "ppo", "--critic-lr", "0.1", "--lambd", "0.9") == []
+    assert problems(*CUSTOM, "--advantage-estimator", "rloo", "--kl-coef", "0.1") == []
 
 
 def test_supervised_runs_have_no_advantages_to_check():

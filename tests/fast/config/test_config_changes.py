@@ -36,7 +36,7 @@ def test_settings_that_shape_training_are_told_one_a_line_with_both_values():
     assert found == [
         "--deterministic-mode is true, was false",
         '--hf-checkpoint is "models/other", was ""',
-        '--prompt-data is "b.jsonl", was "a.jsonl"',
+        '--prompt-data is ["b.jsonl"], was ["a.jsonl"]',
         "--n-samples-per-prompt is 4, was 8",
         "--rollout-temperature is 0.7, was 1.0",
         '--sglang-dtype is "bfloat16", was "auto"',

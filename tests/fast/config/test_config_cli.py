@@ -46,7 +46,7 @@ def test_help_shows_every_flag_with_choices_bounds_and_defaults():
     assert text.startswith("usage: my.py [recipe.yaml ...] [--flag value ...]")
     words = set(text.replace(",", " ").split())
     assert {flag for leaf in leaves() for flag in (*leaf.flags, *leaf.inverted)} <= words
-    assert "--rm-type, --reward.rm-type {math,exact}" in text
+    assert "--kl-loss-type, --algorithm.kl-loss-type {k1,k2,k3,low_var_kl}" in text
     assert "Prompts per rollout step. [1 or more; default 32]" in text
     assert "Each has: name, path," in text
     assert "\nrollout: How samples are generated.\n" in text
@@ -129,6 +129,7 @@ def test_fresh_interpreter_answers_in_half_a_second_without_heavy_imports(mode, 
     assert min(seconds for seconds, _ in runs) < 0.5
 
 
+# Case H01: the exit status.
 def test_fresh_interpreter_reports_problems_without_a_traceback():
     _, done = child(["--rollout-batchsize", "8"])
     assert done.returncode == 2

@@ -40,7 +40,7 @@ def test_flags_win_over_recipes_and_later_recipes_over_earlier(tmp_path):
 
 @pytest.mark.parametrize("leaf", leaves(), ids=lambda leaf: leaf.path)
 def test_every_spelling_of_a_flag_sets_the_same_field(leaf):
-    sample = {"int": "7", "float": "0.5", "bool": "true", "str": "text", "dict": '{"a": 1}'}
+    sample = {"int": "7", "float": "0.5", "bool": "true", "str": "text", "dict": '{"a": "b"}'}
     item = '{"name": "a", "path": "b"}' if leaf.item_type == "EvalDataset" else sample.get(leaf.item_type, "")
     value = leaf.choices[-1] if leaf.choices else "2.5" if leaf.bounds == "over 1" else item
     read_values = [read([flag, value]).config for flag in leaf.flags]
@@ -66,7 +66,8 @@ def test_negative_numbers_are_values():
 
 
 def test_switches_stand_alone_or_take_true_and_false():
-    cfg = load([*OK, "--group-rm", "--save-hf", "false", "--use-tensorboard=false", "--disable-rewards-normalization"])
+    reward = ["--group-rm", "--custom-rm-path", "my.reward"]
+    cfg = load([*OK, *reward, "--save-hf", "false", "--use-tensorboard=false", "--disable-rewards-normalization"])
     assert cfg.reward.group_rm is True
     assert (cfg.checkpoint.save_hf, cfg.run.use_tensorboard) == (False, False)
     assert cfg.algorithm.rewards_normalization is False
@@ -117,6 +118,7 @@ def test_yaml_with_a_key_twice_is_refused():
         read_yaml("a: 1\na: 2")
 
 
+# Case H01: flags.
 def test_unknown_flag_names_the_nearest_one():
     assert messages([*OK, "--rollout-batchsize", "8"]) == {
         "--rollout-batchsize": "no such flag -> did you mean --rollout-batch-size?"
@@ -125,6 +127,7 @@ def test_unknown_flag_names_the_nearest_one():
     assert messages([*OK, "--zzzzqqqq"]) == {"--zzzzqqqq": "no such flag -> see --help for all flags"}
 
 
+# Case H01: keys of a recipe.
 def test_unknown_recipe_key_names_the_nearest_one_and_the_file(tmp_path):
     path = recipe(tmp_path, "rollout: {batchsize: 3}\nrollout_batch_size: 4\nzzzzqqqq: 1\n7: 2\n")
     found = messages([path, *OK])
@@ -147,8 +150,8 @@ def test_wrong_types_say_what_was_found_and_what_is_wanted():
         "nan",
         "--num-cpus",
         "0",
-        "--rm-type",
-        "mth",
+        "--tis-level",
+        "tokens",
         "--group-rm",
         "maybe",
     ]
@@ -156,7 +159,7 @@ def test_wrong_types_say_what_was_found_and_what_is_wanted():
         "--rollout-batch-size": "got 'zero' -> give a whole number, 1 or more",
         "--lr": "got 'nan' -> give a number, 0 or more",
         "--num-cpus": "got '0' -> give a whole number, 1 or more, or null to unset it",
-        "--rm-type": "got 'mth' -> give one of math, exact, or null to unset it",
+        "--tis-level": "got 'tokens' -> give one of token, sequence, geometric, or null to unset it",
         "--group-rm": "got 'maybe' -> give true or false, or nothing, which means true",
         "--rollout-stop-token-ids.1": "got 'x' -> give a list of whole numbers",
     }

@@ -162,11 +162,14 @@ def test_unusable_prompt_files_are_told_apart(files):
     empty.write_text("")
     blank.write_text("\n \n")
     text.write_text("a,b\n")
-    rows = "a .jsonl file with one JSON object a line"
+    cut = files.root / "cut.parquet"
+    cut.write_bytes(b"PAR1 and no more")
+    rows = "a .jsonl file with one JSON object a line, or a .parquet file"
     for path, problem in [
         (empty, f"{empty} is empty -> give {rows}"),
         (blank, f"{blank} is empty -> give {rows}"),
-        (text, f"{text} is not a .jsonl file -> give {rows}"),
+        (text, f"{text} is neither a .jsonl nor a .parquet file -> give {rows}"),
+        (cut, f"{cut} is not a Parquet file, or is cut off -> write the file anew"),
         (files.root, f"{files.root} is not a file -> give {rows}"),
         (
             files.root / "none.jsonl",
@@ -181,6 +184,7 @@ def test_own_data_source_reads_what_it_likes(files):
 
 
 def test_missing_evaluation_file_names_dataset_and_path(files):
+    # Case H13.
     argv = files.argv("--eval-interval", "1", "--eval-prompt-data", "gsm", "does_not_exist.jsonl")
     found = problems([*argv, "--eval.datasets", "{name: aime, path: gone.jsonl}"])
     assert found[0].startswith("eval.prompt_data: dataset gsm: does_not_exist.jsonl: no such file")

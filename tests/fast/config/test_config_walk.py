@@ -56,9 +56,10 @@ def test_hook_name_without_a_flag_of_its_own_is_the_path():
 
 
 def test_what_a_setting_wants_is_said_in_words():
-    assert BY_PATH["rollout.num_rollout"].wants == "a whole number, 1 or more, or null to unset it"
+    assert BY_PATH["rollout.num_rollout"].wants == "a whole number, 0 or more, or null to unset it"
     assert BY_PATH["rollout.top_p"].wants == "a number, over 0 and at most 1"
     assert BY_PATH["router.port"].wants == "a whole number, from 0 to 65535"
-    assert BY_PATH["reward.rm_type"].wants == "one of math, exact, or null to unset it"
+    assert BY_PATH["reward.rm_type"].wants == "text, or null to unset it"
+    assert BY_PATH["correction.level"].wants == "one of token, sequence, geometric, or null to unset it"
     assert BY_PATH["rollout.stop_token_ids"].wants == "a list of whole numbers"
     assert BY_PATH["data.apply_chat_template_kwargs"].wants == "a mapping"

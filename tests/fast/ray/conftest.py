@@ -35,14 +35,16 @@ IN_BACKGROUND = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
 class TrainProcess:
     """`python train.py FLAGS`; every process it starts inherits a mark by which strays are found."""
 
-    def __init__(self, *flags: str, background: bool = False) -> None:
+    def __init__(self, *flags: str, background: bool = False, modules: Path | None = None) -> None:
+        """`modules` is a folder beside the repository in which it finds functions that settings name."""
         self.mark = f"miles-test-{uuid.uuid4().hex}"
         # A child inherits ignored signals, and this suite may itself run in the background; one that is handled is reset.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        path = os.pathsep.join(str(folder) for folder in (ROOT, modules) if folder)
         self.process = subprocess.Popen(
             [*(IN_BACKGROUND if background else []), sys.executable, str(ROOT / "train.py"), *flags],
             cwd=ROOT,
-            env={**os.environ, "MILES_TEST_MARK": self.mark, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "MILES_TEST_MARK": self.mark, "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -195,10 +195,12 @@ def blocks_its_thread_on_sample_5(args, sample, **kwargs):
     return len(sample.response) % 3
 
 
-async def blocks_the_loop_on_sample_5(args, sample, **kwargs):
-    if sample.index == 5:
+async def blocks_the_loop_on_sample_5(input):
+    from miles.rollout.generate_hub.single_turn import generate
+
+    if input.sample.index == 5:
         time.sleep(3600)
-    return len(sample.response) % 3
+    return await generate(input)
 
 
 async def digits(args, sample, **kwargs):
@@ -285,16 +287,18 @@ def test_a_stopped_process_is_named_while_it_is_stopped_and_ends_with_the_run(fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reward", ["blocks_the_loop_on_sample_5", "blocks_its_thread_on_sample_5"])
-def test_a_blocked_loop_and_a_blocked_thread_are_told_apart(flags, tmp_path, reward):
-    train = TrainProcess(*flags, *LIMITS, "--custom-rm-path", here(reward))
+@pytest.mark.parametrize("function", ["blocks_the_loop_on_sample_5", "blocks_its_thread_on_sample_5"])
+def test_a_blocked_loop_and_a_blocked_thread_are_told_apart(flags, tmp_path, function):
+    blocks_loop = function == "blocks_the_loop_on_sample_5"
+    flag = "--custom-generate-function-path" if blocks_loop else "--custom-rm-path"
+    train = TrainProcess(*flags, *LIMITS, flag, here(function))
     ended = train.end(timeout_s=120)
     print(ended.err)
     assert ended.status == 1
-    if reward == "blocks_the_loop_on_sample_5":
-        assert re.search(rf"event loop stuck for \d+ s at \S*test_hang\.py:\d+ in {reward}", ended.err)
+    if blocks_loop:
+        assert re.search(rf"event loop stuck for \d+ s at \S*test_hang\.py:\d+ in {function}", ended.err)
     else:
-        assert re.search(rf"probably: .*{here(reward)}: reward \[group 1 sample 5\]", ended.err)
+        assert re.search(rf"probably: .*{here(function)}: reward \[group 1 sample 5\]", ended.err)
     stack_file = Path(re.search(r"stacks: (\S+)", ended.err)[1])
-    assert f"in {reward}" in stack_file.read_text()
+    assert f"in {function}" in stack_file.read_text()
     assert ended.left_behind == []

@@ -77,7 +77,7 @@ def config_of(**sections):
     return RunConfig.model_validate(sections)
 
 
-# H10
+# Case H10.
 def test_a_resumed_run_keeps_the_id_of_the_checkpoint(tmp_path):
     record = RunRecord("20260101-120000-abcd", {})
     save(tmp_path, 3, record)

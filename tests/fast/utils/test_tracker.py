@@ -1,6 +1,10 @@
 import gc
 import json
 import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -8,11 +12,14 @@ from miles.utils.tracking_utils import tracker as tracker_module
 from miles.utils.tracking_utils.console import Console, duration
 from miles.utils.tracking_utils.tracker import RunTracker
 
+ROOT = Path(__file__).parents[3]
+
 
 def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+# Case H09: each step is on disk before the next, and nothing has to be closed for that.
 def test_each_step_is_in_every_sink_before_the_next_even_if_the_run_dies(tmp_path):
     tracker = RunTracker(tmp_path, "t", Console(), use_tensorboard=True)
     for step in range(3):
@@ -24,6 +31,28 @@ def test_each_step_is_in_every_sink_before_the_next_even_if_the_run_dies(tmp_pat
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+DIES = """
+import os, pathlib, signal, sys
+from miles.utils.tracking_utils.console import Console
+from miles.utils.tracking_utils.tracker import RunTracker
+tracker = RunTracker(pathlib.Path(sys.argv[1]), "t", Console(), use_tensorboard=True)
+for step in range(3):
+    tracker.log(step, {"rollout/reward": step / 2})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+# Case H09: killed right after the third step.
+def test_the_last_step_of_a_killed_run_is_in_every_sink(tmp_path):
+    done = subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("rollout/reward")] == [0, 1, 2]
+    assert (tmp_path / "curve.png").exists()
+
+
+# Case H06: the JSON stays valid.
 def test_values_that_are_not_finite_become_null_and_the_json_stays_valid(tmp_path):
     tracker = RunTracker(tmp_path, "t", Console(), use_tensorboard=True)
     tracker.log(0, {"a": math.nan, "b": math.inf, "c": 1.0})

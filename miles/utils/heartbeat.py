@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import orjson
 
-from miles.utils.task_stacks import task_stacks
+from miles.utils.task_stacks import LOOPS, task_stacks
 from miles.utils.waits import OPEN, OpenWaits
 
 logger = logging.getLogger(__name__)
@@ -125,8 +125,9 @@ class Heartbeat:
         """Once the signal has written to the file: add what it could not see."""
         assert self._stacks is not None
         if os.fstat(self._stacks.fileno()).st_size > self._stacks_bytes:
-            if self._loop is not None:
-                self._stacks.write(f"\n{task_stacks(self._loop)}\n".encode())
+            for loop in (self._loop, *LOOPS):
+                if loop is not None:
+                    self._stacks.write(f"\n{task_stacks(loop)}\n".encode())
             self._stacks.write(STACKS_END)
             self._stacks_bytes = os.fstat(self._stacks.fileno()).st_size
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import Counter
 from typing import Any
 
+LOOPS = weakref.WeakSet[asyncio.AbstractEventLoop]()
+"""Event loops of this process beside the one that its heartbeat watches."""
 _MOST_STACKS = 40
 _MOST_FRAMES = 30
 

@@ -7,6 +7,8 @@ import pytest
 import miles
 from miles import errors
 from miles.rollout.inference_rollout.generate_and_reward import UnfinishedGroupError
+from miles.rollout.rm_hub.remote import RemoteRewardError
+from miles.rollout.rm_hub.reward_errors import RewardTimeoutError
 from miles.router.workers import NoWorkerError
 from miles.utils.http_utils import HttpError, TransportError
 
@@ -26,6 +28,8 @@ EXAMPLES = [
     errors.StalledError("silent"),
     HttpError(503, "busy", "http://engine:1/generate", 2.0),
     TransportError("http://engine:1/generate", "reset", sent=True),
+    RemoteRewardError("http://rewards:1", "was silent", "start it"),
+    RewardTimeoutError("my.reward", "took 30 s", "make it faster"),
     UnfinishedGroupError("sample 3 was aborted"),
     NoWorkerError("no worker is healthy"),
 ]

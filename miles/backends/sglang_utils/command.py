@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from miles.config.resources import engine_dtype
+from miles.config.resources import engine_dtype, offloaded_by_engines
 from miles.config.schema import RunConfig
 
 
@@ -25,7 +25,7 @@ def sglang_command(config: RunConfig) -> list[str]:
         command += ["--context-length", str(config.rollout.max_context_len)]
     if config.run.deterministic:
         command += ["--enable-deterministic-inference"]
-    if config.cluster.colocate:
+    if offloaded_by_engines(config):
         command += ["--enable-memory-saver"]
     if config.weights.mode == "retract":
         command += ["--disable-radix-cache"]

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+_ALIGN = 16
+"""Bytes at whose multiples tensors begin, so that each can be viewed as its own type wherever it comes."""
 _DEVICE_ARGUMENT = 6
 """Which argument of torch's rebuild function is the device: SGLang also takes its UUID there, since the two processes may
 number their GPUs otherwise."""
@@ -51,8 +53,11 @@ class CudaIpcCodec:
         pieces: list[Tensor] = []
         end = 0
         for name, tensor in named_tensors:
+            if gap := -end % _ALIGN:
+                pieces.append(torch.zeros(gap, dtype=torch.uint8, device=tensor.device))
             piece = tensor.detach().contiguous().flatten().view(torch.uint8)
-            start, end = end, end + piece.numel()
+            start = end + gap
+            end = start + piece.numel()
             entries.append(
                 SimpleNamespace(
                     name=name,

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from miles.utils.http_utils import aclose
+from miles.utils.task_stacks import LOOPS
 
 _CANCEL_S = 1.0
 _ANSWER_S = 0.5
@@ -138,6 +139,7 @@ class RewardLoop:
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
+    LOOPS.add(loop)
     try:
         loop.run_forever()
         tasks = asyncio.all_tasks(loop)
@@ -147,4 +149,5 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
             loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_S))
         loop.run_until_complete(aclose())
     finally:
+        LOOPS.discard(loop)
         loop.close()

@@ -76,7 +76,8 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(request, task, tmp_path_factory):
-    asked_for = [item.callspec.params["name"] for item in request.session.items if "runs" in item.fixturenames]
+    mine = [i for i in request.session.items if i.module is request.module and "runs" in i.fixturenames]
+    asked_for = [item.callspec.params["name"] for item in mine]
     found = Runs(asked_for, task, tmp_path_factory.mktemp("estimators"))
     yield found
     found.end()

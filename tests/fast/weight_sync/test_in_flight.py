@@ -191,10 +191,15 @@ async def generate_through_updates(publisher, source, state, engines, router):
     tasks = start_requests(state)
     spread = None
     for number in range(UPDATES):
-        # Of two engines, the one that is ahead says when: none of its requests may have ended.
-        while max([await decoded([e]) - b for e, b in zip(engines, began, strict=True)]) < (
-            REQUESTS / len(engines) * LENGTH * (number + 1) / (UPDATES + 3)
-        ):
+        # Of two engines, the one that is ahead must not have ended a request, and the other must have used each version.
+        share = REQUESTS / len(engines)
+        before = [await decoded([engine]) for engine in engines]
+        while True:
+            now = [await decoded([engine]) for engine in engines]
+            ahead = max(n - b for n, b in zip(now, began, strict=True))
+            least = min(n - b for n, b in zip(now, before, strict=True))
+            if ahead >= share * LENGTH * (number + 1) / (UPDATES + 5) and least >= 2 * share:
+                break
             await asyncio.sleep(0.005)
         if spread is None:
             spread = [worker["in_flight"] for worker in (await router_state(router))["workers"]]

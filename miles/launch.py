@@ -20,13 +20,15 @@ from miles.config.resources import (
     gpu_plan,
     num_engines,
     num_train_ranks,
+    offloaded_by_engines,
+    offloads_train,
     only_evaluates,
     resolved_num_cpus,
     resolved_threads,
 )
 from miles.config.schema import RunConfig
 from miles.core.plugins import load_hooks
-from miles.core.ports import Run, Tracker
+from miles.core.ports import Placement, Run, Tracker
 from miles.core.run_facts import RunFacts
 from miles.errors import ConfigError, MilesError
 from miles.ray.commands import engine_command, router_command
@@ -224,15 +226,25 @@ def _assemble(
     from miles.ray.checkpoints import IntervalCheckpoints
     from miles.ray.phases import PhasedTrainer
     from miles.ray.rollout_client import IntervalEvaluation, RolloutClient
+    from miles.ray.taking_turns import TAGS, TakingTurns
     from miles.ray.train_group import TrainGroup
 
     rollout = RolloutClient(started.manager, waits, phases)
-    placement = SharedMachine()
+    placement: Placement = SharedMachine()
     trainer: Any = NoTrainer()
     weights: Any = NothingToPublish(start_from.weight_version)
     if started.trainers:
         trainer = TrainGroup(started.trainers, waits, save_hf=config.checkpoint.save_hf)
     if started.trainers and started.facts.router:
+        given_up = offloaded_by_engines(config)
+        if offloads_train(config) or given_up:
+            placement = TakingTurns(
+                trainer,
+                lambda: weights.engines,
+                waits,
+                offload_train=offloads_train(config),
+                tags=[TAGS[level] for level in given_up],
+            )
         weights = Publisher(
             trainer,
             started.facts.router,

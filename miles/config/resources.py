@@ -51,6 +51,18 @@ def engine_backend(cfg: RunConfig) -> Literal["torch", "sglang"]:
     return "sglang" if resolved_device(cfg) == "cuda" else "torch"
 
 
+def offloads_train(cfg: RunConfig) -> bool:
+    """Whether the trainer leaves its device while the engines generate."""
+    chosen = cfg.cluster.offload_train
+    return num_train_ranks(cfg) > 0 and (cfg.cluster.colocate if chosen is None else chosen)
+
+
+def offloaded_by_engines(cfg: RunConfig) -> tuple[str, ...]:
+    """What engines give up while the trainer works, as `--offload-rollout-level` calls it."""
+    chosen = cfg.cluster.offload_rollout
+    return tuple(cfg.cluster.offload_rollout_level) if (cfg.cluster.colocate if chosen is None else chosen) else ()
+
+
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
     """Which GPUs of the machine each trainer rank and each engine takes; empty on a CPU."""

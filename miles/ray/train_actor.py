@@ -46,6 +46,14 @@ class TrainActor:
         self._learned |= metrics.get("train/lr", 0.0) > 0 and metrics.get("train/grad_norm", 0.0) > 0
         return metrics
 
+    def offload(self) -> None:
+        """Move model and optimizer out of the memory of their device."""
+        self._worker.offload()
+
+    def onload(self) -> None:
+        """Move them back."""
+        self._worker.onload()
+
     def save(self, folder: str) -> None:
         """Write this rank's part of the trainer's state into `folder`."""
         self._worker.save(folder)

@@ -66,6 +66,14 @@ class TrainGroup:
             await self._waits.on("trainer", "export the model", export)
         return time.monotonic() - started_at
 
+    async def offload(self) -> None:
+        """Move model and optimizer out of the memory of their device."""
+        await self._all("leave the device", "offload")
+
+    async def onload(self) -> None:
+        """Move them back."""
+        await self._all("return to the device", "onload")
+
     async def send_weights(
         self, engines: Iterable[EngineEndpoint], version: int, transport: TransportName | None = None
     ) -> SentWeights:

@@ -141,10 +141,11 @@ class Publisher:
                 return False
             flush = lifecycle.control(engine, "flush_cache")
             await self._waits.on(engine.engine_id, "flush its cache", flush)
-            sent = await self._source.send_weights([engine], self._version)
-            await self._waits.on(
-                engine.engine_id, f"prove weights {self._version}", self._verifier.prove_one(engine, sent)
-            )
+            async with self._placement.for_weight_sync():
+                sent = await self._source.send_weights([engine], self._version)
+                await self._waits.on(
+                    engine.engine_id, f"prove weights {self._version}", self._verifier.prove_one(engine, sent)
+                )
             return True
 
     async def _update_living(self, version: int) -> tuple[SentWeights | None, list[EngineEndpoint]]:

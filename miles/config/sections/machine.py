@@ -18,6 +18,15 @@ class ClusterConfig(ConfigModel):
     """Where trainer and engines compute; `auto` takes the machine's GPUs when it has any."""
     colocate: Annotated[bool, Flag("--colocate")] = False
     """Trainer and engines take turns on the same GPUs; off gives each GPUs of its own."""
+    offload_train: Annotated[bool | None, Flag("--offload-train")] = None
+    """Move the trainer to the CPU's memory while the engines generate; unset does so with `--colocate`."""
+    offload_rollout: Annotated[bool | None, Flag("--offload-rollout")] = None
+    """Let engines give their memory up while the trainer works; unset does so with `--colocate`."""
+    offload_rollout_level: Annotated[list[Literal["kv_cache", "weight"]], Flag("--offload-rollout-level")] = [
+        "kv_cache",
+        "weight",
+    ]
+    """What engines give up: the cache of keys and values, the weights, or both."""
     train_ranks: Annotated[PositiveInt, Flag("--train-ranks")] = 1
     """Trainer processes; each takes one logical CPU, and on GPUs one of them."""
     rollout_engines: Annotated[PositiveInt, Flag("--rollout-engines")] = 1

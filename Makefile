@@ -16,7 +16,7 @@ help:
 	@echo "make smollm2      write a real model and word problems to runs/smollm2"
 	@echo "make test         every check: lint, types, architecture, fast tests"
 	@echo "make test-slow    the tests that take longer"
-	@echo "make bench        engine, step, packing and loss benchmarks; figures of docs/performance.md"
+	@echo "make bench        the benchmarks of a CPU; figures of docs/performance.md"
 	@echo "make docs         write the generated pages anew"
 
 install: $(STAMP)

@@ -193,6 +193,13 @@ HOOKS: dict[str, Contract] = {
         called="after each evaluation, before its metrics are reported: True leaves them out",
         calls=(Call(name="log", positional=("rollout_id", "args", "data", "extra_metrics")),),
     ),
+    "--rollout-data-postprocess-path": Contract(
+        path="algorithm.data_postprocess_path",
+        kind="loss",
+        example="def fn(args, rollout_data) -> None",
+        called="by every trainer rank, once a step, before the advantages: may set `rewards` and clear `loss_masks`",
+        calls=(Call(name="rollout_data", positional=("args", "rollout_data")),),
+    ),
     "--custom-advantage-function-path": Contract(
         path="algorithm.custom_advantage_function_path",
         kind="loss",

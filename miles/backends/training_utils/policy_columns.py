@@ -20,6 +20,7 @@ from miles.backends.training_utils.advantages import (
     compute_advantages,
 )
 from miles.backends.training_utils.advantages.turns import require_turn_order
+from miles.backends.training_utils.data_postprocess import DataPostprocess
 from miles.backends.training_utils.loss_hub.corrections import Correction, build_correction, correct
 from miles.backends.training_utils.loss_hub.kl import kl_estimate
 from miles.backends.training_utils.loss_hub.records import SampleLayout
@@ -52,6 +53,9 @@ class PolicyPreparation:
         self._correction: Correction = build_correction(correction)
         path = correction.custom_tis_function_path
         self.hook = None if path is None else TisHook(load_function(path), args)
+        self._postprocess = None
+        if (post_path := algorithm.data_postprocess_path) is not None:
+            self._postprocess = DataPostprocess(fn=load_function(post_path), args=args, path=post_path)
         self._path = algorithm.custom_advantage_function_path
         self._advantage_fn = None if self._path is None else load_function(self._path)
         self._args = args
@@ -87,14 +91,18 @@ class PolicyPreparation:
 
         Raises TrainingError naming samples and column when a value that is read is NaN or infinite.
         """
-        trainable_R = torch.from_numpy(packed.mask_R != 0)
         rollout_R = None
         if "rollout_log_probs" in batch:
             rollout_R = torch.from_numpy(np.array(batch["rollout_log_probs"].values, dtype=np.float32))
         old_R = rollout_R if self._algorithm.use_rollout_logprobs else trainer_R
         if old_R is None and not self._algorithm.skip_actor_forward_only:
             raise ValueError("old log-probs are missing: score the batch, or let the rollout return its log-probs")
-        estimated = self._advantages(batch, packed, old_R, rollout_R, ref_R, values_R)
+        columns = {"log_probs": old_R, "rollout_log_probs": rollout_R, "ref_log_probs": ref_R}
+        given = {name: x_R for name, x_R in columns.items() if x_R is not None}
+        inputs = self._inputs(batch, packed, old_R, ref_R, values_R)
+        if self._postprocess is not None:
+            inputs = self._postprocess(inputs, given)
+        estimated = self._advantages(batch, packed, inputs, given)
         values = {"advantages_N": estimated.advantages_R}
         if old_R is not None:
             values["old_logprobs_N"] = old_R
@@ -102,6 +110,7 @@ class PolicyPreparation:
             values["ref_logprobs_N"] = ref_R
         if rollout_R is not None:
             values["rollout_logprobs_N"] = rollout_R
+        trainable_R = inputs.mask_R != 0
         keep_R, metrics = trainable_R, dict[str, float]()
         if rollout_R is not None and trainer_R is not None:
             trajectory_R = numbers(batch, "trajectory")[torch.from_numpy(packed.sample_of_R)]
@@ -115,21 +124,15 @@ class PolicyPreparation:
         mask_R = packed.mask_R * keep_R.numpy()
         return PolicyColumns(values=values, mask_R=mask_R, metrics=metrics, returns_R=estimated.returns_R)
 
-    def _advantages(
-        self,
-        batch: TrainBatch,
-        packed: FlatBatch,
-        old_R: Tensor | None,
-        rollout_R: Tensor | None,
-        ref_R: Tensor | None,
-        values_R: Tensor | None,
-    ) -> AdvantageOutput:
+    def _inputs(
+        self, batch: TrainBatch, packed: FlatBatch, old_R: Tensor | None, ref_R: Tensor | None, values_R: Tensor | None
+    ) -> AdvantageInputs:
         algorithm = self._algorithm
         kl_R = None
-        trainable_R = torch.from_numpy(packed.mask_R != 0)
         if old_R is not None and ref_R is not None and algorithm.kl_coef:
+            trainable_R = torch.from_numpy(packed.mask_R != 0)
             kl_R = torch.where(trainable_R, kl_estimate(old_R, ref_R, algorithm.kl_loss_type), 0)
-        inputs = AdvantageInputs(
+        return AdvantageInputs(
             rewards_B=torch.tensor(np.asarray(batch["reward"].values), dtype=torch.float32),
             trajectory_B=numbers(batch, "trajectory"),
             group_B=numbers(batch, "group_index"),
@@ -142,16 +145,17 @@ class PolicyPreparation:
             lam=algorithm.lambd,
             kl_coef=algorithm.kl_coef,
         )
+
+    def _advantages(
+        self, batch: TrainBatch, packed: FlatBatch, inputs: AdvantageInputs, columns: dict[str, Tensor]
+    ) -> AdvantageOutput:
+        algorithm = self._algorithm
         estimator = ADVANTAGES[algorithm.advantage_estimator]
         if ESTIMATORS[algorithm.advantage_estimator].discounts and self._advantage_fn is None:
             require_turn_order(batch, packed, inputs.trajectory_B.numpy())
         if self._advantage_fn is not None:
-            columns = {"log_probs": old_R, "rollout_log_probs": rollout_R, "ref_log_probs": ref_R}
             estimator = CustomAdvantages(
-                fn=self._advantage_fn,
-                args=self._args,
-                path=self._path or "",
-                columns={name: x_R for name, x_R in columns.items() if x_R is not None},
+                fn=self._advantage_fn, args=self._args, path=self._path or "", columns=columns
             )
         normalize = whitens(
             algorithm.advantage_estimator, algorithm.normalize_advantages, custom=self._advantage_fn is not None

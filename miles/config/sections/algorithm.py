@@ -26,6 +26,8 @@ class AlgorithmConfig(ConfigModel):
     """How rewards become advantages; see docs/algorithms.md. `grpo` compares a sample with its group."""
     custom_advantage_function_path: Annotated[str | None, Flag("--custom-advantage-function-path")] = None
     """Function in place of the estimator's formula: `fn(args, rollout_data)` sets `advantages` in `rollout_data`. Rewards are compared as the estimator says."""
+    data_postprocess_path: Annotated[str | None, Flag("--rollout-data-postprocess-path")] = None
+    """Function that changes a batch between its log-probs and its advantages: `fn(args, rollout_data)` may set `rewards` and clear `loss_masks`."""
     rewards_normalization: Annotated[bool, Flag(inverted=("--disable-rewards-normalization",))] = True
     """Compare a reward with its group's, as the estimator says; off trains on the reward itself."""
     grpo_std_normalization: Annotated[bool, Flag(inverted=("--disable-grpo-std-normalization",))] = True

@@ -17,6 +17,20 @@ from miles.errors import HookError, MilesError
 SIGNATURE = "def fn(args, rollout_data) -> None, which sets rollout_data['advantages'], one row per sample"
 
 
+def rollout_data(inputs: AdvantageInputs, columns: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A batch as users' functions get it: lists with one entry per sample, whose tensors are copies of its response's length."""
+    lengths = torch.bincount(inputs.sample_of_R, minlength=len(inputs.rewards_B)).tolist()
+    per_token = {"loss_masks": inputs.mask_R, "kl": inputs.kl_R, "values": inputs.values_R, **columns}
+    return {
+        "rewards": inputs.rewards_B.tolist(),
+        "response_lengths": lengths,
+        "sample_indices": inputs.sample_index_B.tolist(),
+        "rollout_ids": inputs.trajectory_B.tolist(),
+        "group_indices": inputs.group_B.tolist(),
+        **{name: list(rows.clone().split(lengths)) for name, rows in per_token.items() if rows is not None},
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomAdvantages:
     """`fn(args, rollout_data)` as an estimator: it is given the whole batch, on every rank, and sets its answer in it.
@@ -37,16 +51,8 @@ class CustomAdvantages:
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantageOutput:
         """What the function set, [R], 0 at masked tokens. Raises HookError when it fails or sets something else."""
-        lengths = torch.bincount(inputs.sample_of_R, minlength=len(inputs.rewards_B)).tolist()
-        per_token = {"loss_masks": inputs.mask_R, "kl": inputs.kl_R, "values": inputs.values_R, **self.columns}
-        data: dict[str, Any] = {
-            "rewards": inputs.rewards_B.tolist(),
-            "response_lengths": lengths,
-            "sample_indices": inputs.sample_index_B.tolist(),
-            "rollout_ids": inputs.trajectory_B.tolist(),
-            "group_indices": inputs.group_B.tolist(),
-            **{name: list(rows.clone().split(lengths)) for name, rows in per_token.items() if rows is not None},
-        }
+        data = rollout_data(inputs, self.columns)
+        lengths: list[int] = data["response_lengths"]
         try:
             self.fn(self.args, data)
         except MilesError:

@@ -9,13 +9,14 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help install quickstart smollm2 test test-slow lint types arch unit docs bench clean
+.PHONY: help install quickstart smollm2 test test-slow test-gpu lint types arch unit docs bench clean
 
 help:
 	@echo "make quickstart   GRPO on a tiny model, two minutes on a laptop   (SEED=$(SEED))"
 	@echo "make smollm2      write a real model and word problems to runs/smollm2"
 	@echo "make test         every check: lint, types, architecture, fast tests"
 	@echo "make test-slow    the tests that take longer"
+	@echo "make test-gpu     the tests that need a GPU"
 	@echo "make bench        the benchmarks of a CPU; figures of docs/performance.md"
 	@echo "make docs         write the generated pages anew"
 
@@ -52,6 +53,9 @@ $(VENV)/.examples: $(STAMP)
 
 smollm2: $(VENV)/.examples
 	$(BIN)/python examples/smollm2/prepare.py --out runs/smollm2
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/fast-gpu
 
 test-slow: $(VENV)/.examples
 	$(BIN)/python -m pytest tests -m slow --timeout=1800

@@ -20,6 +20,8 @@ WITHOUT_EFFECT = {
     "reward.timeout_s",
     "reward.num_workers",
     "critic.save",
+    "train.compile_layers",
+    "train.recompute",
     "train.max_tokens_per_gpu",
     "train.balance_data",
     "train.balance_by_flops",

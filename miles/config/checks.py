@@ -12,6 +12,7 @@ from typing import cast
 
 from miles.config.batch_math import derive_batch_plan
 from miles.config.checks_advantages import ADVANTAGE_CHECKS
+from miles.config.checks_compute import COMPUTE_CHECKS
 from miles.config.checks_data import DATA_CHECKS
 from miles.config.checks_evaluation import EVALUATION_CHECKS
 from miles.config.checks_hooks import HOOK_CHECKS
@@ -394,6 +395,7 @@ CHECKS: tuple[Check, ...] = (
     run_has_a_length,
     batches_fill_whole_steps,
     batching_settings_have_their_effect,
+    *COMPUTE_CHECKS,
     loss_and_rollout_function_agree,
     rewards_come_from_somewhere,
     reward_type_exists,

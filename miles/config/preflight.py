@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from miles.config.checks import length_issues
 from miles.config.checks_gpu import GPU_CHECKS
+from miles.config.checks_precision import PRECISION_CHECKS
 from miles.config.known import Check, run_checks
 from miles.config.resources import (
     machine_cores,
@@ -352,4 +353,5 @@ PREFLIGHT: tuple[Check, ...] = (
     processes_can_be_placed,
     router_port_is_free,
     *GPU_CHECKS,
+    *PRECISION_CHECKS,
 )

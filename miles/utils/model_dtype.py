@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,12 @@ def model_dtype(folder: str | Path) -> str:
             if name != "__metadata__" and entry.get("dtype") in FLOATS:
                 return FLOATS[entry["dtype"]]
     return "float32"
+
+
+def num_parameters(folder: str | Path) -> int:
+    """Numbers in the folder's safetensors files, by their headers; 0 when there are none."""
+    headers = map(_header, sorted(Path(folder).glob("*.safetensors")))
+    return sum(math.prod(e["shape"]) for header in headers for name, e in header.items() if name != "__metadata__")
 
 
 def model_config(folder: str | Path) -> dict[str, Any]:

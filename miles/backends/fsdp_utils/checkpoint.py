@@ -70,8 +70,9 @@ class RankState:
         return cls(rank=rank, world_size=world_size, rows=rows, rng=torch.get_rng_state(), state=dict(state))
 
     def copied(self) -> RankState:
-        """The same with memory of its own, which training does not change."""
-        return replace(self, rows={name: replace(rows, local=rows.local.clone()) for name, rows in self.rows.items()})
+        """The same in memory of its own, the CPU's, which training does not change."""
+        held = {name: replace(rows, local=rows.local.to("cpu", copy=True)) for name, rows in self.rows.items()}
+        return replace(self, rows=held)
 
     def write(self, folder: Path) -> None:
         """Write this rank's files into `folder`; they are on disk when this returns. The save is whole when every rank has.

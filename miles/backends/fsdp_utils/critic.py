@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,9 +28,11 @@ from miles.backends.fsdp_utils.hf_folder import (
     weight_files,
     write_model_folder,
 )
-from miles.backends.fsdp_utils.model import PREFIX, DecoderModel, disable_dropout, shard
+from miles.backends.fsdp_utils.layers import prepare_layers
+from miles.backends.fsdp_utils.model import CPU, PREFIX, DecoderModel, disable_dropout, release_gathered, shard
+from miles.backends.fsdp_utils.offload import Part, moments_of, weights_of
 from miles.backends.fsdp_utils.optimizer import ShardedAdamW
-from miles.backends.fsdp_utils.packed_attention import use_packed_attention
+from miles.backends.fsdp_utils.packed_attention import take_rows, use_packed_attention
 from miles.backends.fsdp_utils.steps import SkipLimit, optimizer_step
 from miles.backends.fsdp_utils.tensor_file import StoredTensor
 from miles.backends.training_utils.loss_hub.records import LossOutput
@@ -39,6 +41,7 @@ from miles.backends.training_utils.lr_schedule import learning_rate
 from miles.backends.training_utils.metrics import mean_over_steps
 from miles.backends.training_utils.packing import FlatBatch, MicroBatch
 from miles.backends.training_utils.schedule import SequenceFlops
+from miles.config.compute import compiles_layers, keeps_gathered, recompute_of
 from miles.config.resources import critic_optimizer
 from miles.config.schema import RunConfig
 from miles.errors import CheckpointError, TrainingError
@@ -66,7 +69,7 @@ class CriticModel(DecoderModel):
             sequence_layout=part.layout,
             use_cache=False,
         ).last_hidden_state[0]
-        hidden_ND = hidden_TD.index_select(0, part.positions_N)
+        hidden_ND = take_rows(hidden_TD, part.positions_N)
         return hidden_ND.float().mv(self.value_head[0].float())
 
 
@@ -79,10 +82,8 @@ def critic_tensors(model: CriticModel) -> dict[str, Tensor]:
     }
 
 
-def load_critic(
-    folder: str | Path, *, gradient_checkpointing: bool = False
-) -> tuple[CriticModel, dict[str, StoredTensor]]:
-    """Load a critic in fp32 from a folder of a language model or of a critic, and the list of its tensors in the folder.
+def load_critic(folder: str | Path, device: torch.device = CPU) -> tuple[CriticModel, dict[str, StoredTensor]]:
+    """Load a critic in fp32 to `device` from a folder of a language model or of a critic, and the list of its tensors in the folder.
 
     A language model's output head is left out, and the value head starts at zero: every value is 0. Raises
     CheckpointError when the folder is missing, does not hold the tensors of the model that its config.json describes, or
@@ -113,25 +114,24 @@ def load_critic(
                 for name in stream.keys():  # noqa: SIM118
                     if name in stored:
                         tensors[name].copy_(stream.get_tensor(name))
+    model.to(device)
     disable_dropout(model)
-    _pack_attention(path, model)
+    _pack_attention(path, model, device)
     model.train()
-    if gradient_checkpointing:
-        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     stored.setdefault(VALUE_HEAD, StoredTensor(tuple(model.value_head.shape), torch.float32))
     return model, stored
 
 
 @torch.no_grad()
-def _pack_attention(path: Path, model: CriticModel) -> None:
+def _pack_attention(path: Path, model: CriticModel, device: torch.device) -> None:
     """Switch to packed attention, and compare the hidden states of a pack with those of each of its sequences alone."""
-    tokens = torch.arange(23) * 7 % model.vocab_size
+    tokens = torch.arange(23, device=device) * 7 % model.vocab_size
     sequences = [tokens[:14], tokens[14:20], tokens[20:]]
     alone = [model.hf(input_ids=tokens_T[None], use_cache=False).last_hidden_state[0, :-1] for tokens_T in sequences]
     alone_TD = torch.cat(alone)  # a pack does without last tokens, after which nothing is predicted
     use_packed_attention(model.hf)
     packed = FlatBatch.from_sequences([s.tolist() for s in sequences])
-    part = packed.micro_batch(np.arange(len(sequences)))
+    part = packed.micro_batch(np.arange(len(sequences))).to(device)
     try:
         pack_TD = model.hf(
             input_ids=part.input_ids_T[None],
@@ -152,19 +152,26 @@ def _pack_attention(path: Path, model: CriticModel) -> None:
 class Critic:
     """The critic on one rank: model, optimizer, counters. `values`, `train` and what saves are for all ranks together."""
 
-    def __init__(self, config: RunConfig, mesh: DeviceMesh, *, total_optimizer_steps: int, vocab_size: int) -> None:
-        """Load and shard it. Raises CheckpointError when its folder does not fit, or has another vocabulary."""
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        total_optimizer_steps: int,
+        vocab_size: int,
+    ) -> None:
+        """Load and shard it on `device`. Raises CheckpointError when its folder does not fit, or has another vocabulary."""
         self._config, self._total_steps = config, total_optimizer_steps
         self._folder = Path(config.critic.load or config.model.hf_checkpoint)
-        self._model, self._stored = load_critic(
-            self._folder, gradient_checkpointing=config.model.gradient_checkpointing
-        )
+        self._model, self._stored = load_critic(self._folder, device)
         if self._model.vocab_size != vocab_size:
             raise CheckpointError(
                 f"the critic has {self._model.vocab_size} token ids, the policy {vocab_size}"
                 "\n    fix: pass --critic-load a model with the same tokenizer"
             )
-        shard(self._model, mesh, bf16=config.train.bf16)
+        prepare_layers(self._model.hf, compiled=compiles_layers(config), recompute=recompute_of(config))
+        shard(self._model, mesh, bf16=config.train.bf16, keeps_gathered=keeps_gathered(config))
         self._settings = critic_optimizer(config)
         self._optimizer = ShardedAdamW(
             {n: p for n, p in critic_tensors(self._model).items() if p.requires_grad}, self._settings
@@ -179,12 +186,18 @@ class Critic:
         """What a sequence costs in one forward pass."""
         return self._model.flops
 
+    def memory(self, part: Part) -> Iterator[Tensor]:
+        """What this part of it holds."""
+        return weights_of(self._model) if part == "weights" else moments_of(self._optimizer)
+
     @torch.no_grad()
     def values(self, parts: Sequence[MicroBatch], num_entries: int) -> Tensor:
         """Values of this rank's predicted tokens on the response axis [R], 0 elsewhere."""
+        found = [self._model(part) for part in parts]
+        release_gathered(self._model)
         values_R = torch.zeros(num_entries)
-        for part in parts:
-            values_R[part.entries_N] = self._model(part)
+        for part, values_N in zip(parts, found, strict=True):
+            values_R[part.entries_N] = values_N.cpu()
         return values_R
 
     def train(
@@ -224,7 +237,7 @@ class Critic:
         entries_N = part.entries_N
         return self._loss(
             ValueInputs(
-                values_N=self._model(part),
+                values_N=self._model(part).cpu(),
                 old_values_N=old_R[entries_N],
                 returns_N=returns_R[entries_N],
                 weights_N=weights_R[entries_N],

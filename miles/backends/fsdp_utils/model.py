@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from miles.backends.fsdp_utils.hf_folder import require_equal_heads, require_model_folder, stored_tensors
-from miles.backends.fsdp_utils.packed_attention import use_packed_attention
+from miles.backends.fsdp_utils.layers import decoder_layers
+from miles.backends.fsdp_utils.packed_attention import take_rows, use_packed_attention
 from miles.backends.fsdp_utils.tensor_file import StoredTensor
 from miles.backends.training_utils.log_probs import Entropy, TargetLogProb, linear_log_softmax
 from miles.backends.training_utils.packing import FlatBatch, MicroBatch
@@ -23,6 +24,7 @@ from miles.backends.training_utils.schedule import SequenceFlops
 from miles.errors import CheckpointError, TrainingError
 
 PREFIX = "hf."
+CPU = torch.device("cpu")
 
 
 class DecoderModel(nn.Module):
@@ -51,6 +53,9 @@ class DecoderModel(nn.Module):
 class PolicyModel(DecoderModel):
     """The model and its output head in one forward, so that FSDP gathers the head's weight for the log-probs."""
 
+    kept_logit_bytes = 0
+    """Logits that may be kept from the forward to the backward pass; those beyond it are computed again."""
+
     def forward(
         self, part: MicroBatch, temperature: float, *, entropy: bool = False, logits: bool = False
     ) -> tuple[Tensor, ...]:
@@ -66,10 +71,10 @@ class PolicyModel(DecoderModel):
             sequence_layout=part.layout,
             use_cache=False,
         ).last_hidden_state[0]
-        hidden_ND = hidden_TD.index_select(0, part.positions_N)
+        hidden_ND = take_rows(hidden_TD, part.positions_N)
         weight_VD = cast(nn.Linear, self.hf.get_output_embeddings()).weight
         heads = (TargetLogProb(part.targets_N), *((Entropy(),) if entropy else ()))
-        found = linear_log_softmax(hidden_ND, weight_VD, heads, temperature)
+        found = linear_log_softmax(hidden_ND, weight_VD, heads, temperature, kept_bytes=self.kept_logit_bytes)
         return (*found, (hidden_ND @ weight_VD.T).float() / temperature) if logits else found
 
     @property
@@ -94,10 +99,8 @@ def ties_embeddings(folder: str | Path) -> bool:
     return bool(config.tie_word_embeddings)
 
 
-def load_policy(
-    folder: str | Path, *, gradient_checkpointing: bool = False
-) -> tuple[PolicyModel, dict[str, StoredTensor]]:
-    """Load a model folder in fp32, without remote code, and the list of tensors that the folder holds.
+def load_policy(folder: str | Path, device: torch.device = CPU) -> tuple[PolicyModel, dict[str, StoredTensor]]:
+    """Load a model folder in fp32 to `device`, without remote code, and the list of tensors that the folder holds.
 
     Dropout is off in the result, and attention is that of packed sequences. Raises CheckpointError when the folder is
     missing or incomplete, when model and folder differ in any tensor's name or shape, and when log-probs of packed
@@ -123,27 +126,32 @@ def load_policy(
     hf, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     _require_complete(path, info)
     model = PolicyModel(hf)
+    model.to(device)
     _require_same_tensors(path, expected, {name: tuple(p.shape) for name, p in hf_tensors(model).items()})
     disable_dropout(model)
-    _pack_attention(path, model)
+    _pack_attention(path, model, device)
     model.train()
-    if gradient_checkpointing:
-        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, expected
 
 
-def shard(model: DecoderModel, mesh: DeviceMesh, *, bf16: bool = False) -> None:
+def shard(model: DecoderModel, mesh: DeviceMesh, *, bf16: bool = False, keeps_gathered: bool = False) -> None:
     """Shard each decoder layer and the rest over `mesh`.
 
     With `bf16` the layers compute in bfloat16 with rounded weights, while the shards and the sums of gradients, over
-    ranks and over micro-batches, stay fp32.
+    ranks and over micro-batches, stay fp32. With `keeps_gathered` a rank keeps the whole weights from the forward to the
+    backward pass; after a forward pass alone, `release_gathered` gives them up.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
-    layers = set(model.hf._no_split_modules or ())
-    for module in list(model.modules()):
-        if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    for module in list(decoder_layers(model.hf)):
+        fully_shard(module, mesh=mesh, reshard_after_forward=not keeps_gathered, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=not keeps_gathered, mp_policy=policy)
+
+
+def release_gathered(model: DecoderModel) -> None:
+    """Give up the whole weights that a forward pass left; the next one gathers them anew."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def hf_tensors(model: PolicyModel) -> dict[str, Tensor]:
@@ -192,12 +200,12 @@ def _require_same_tensors(path: Path, stored: dict[str, StoredTensor], model: di
         )
 
 
-def _pack_attention(path: Path, model: PolicyModel) -> None:
+def _pack_attention(path: Path, model: PolicyModel, device: torch.device) -> None:
     """Switch to packed attention, and compare a pack with the model's own logits of each of its sequences.
 
     So neither layers that look across borders nor soft-capping, scaling or a bias at the output are left out in silence.
     """
-    tokens = torch.arange(23) * 7 % model.vocab_size
+    tokens = torch.arange(23, device=device) * 7 % model.vocab_size
     sequences = [tokens[:14], tokens[14:20], tokens[20:]]
     expected: list[Tensor] = []
     with torch.no_grad():
@@ -208,7 +216,7 @@ def _pack_attention(path: Path, model: PolicyModel) -> None:
         use_packed_attention(model.hf)
         packed = FlatBatch.from_sequences([s.tolist() for s in sequences])
         try:
-            (logprobs_N,) = model(packed.micro_batch(np.arange(len(sequences))), 1.0)
+            (logprobs_N,) = model(packed.micro_batch(np.arange(len(sequences))).to(device), 1.0)
         except (TrainingError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path}: {error}") from error
     worst = float((logprobs_N - torch.cat(expected)).abs().max())

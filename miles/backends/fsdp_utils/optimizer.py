@@ -38,7 +38,7 @@ class ShardedAdamW:
         )
         for local in self._local.values():
             self._adamw.state[local] = {
-                "step": torch.zeros((), dtype=torch.float32),
+                "step": torch.zeros((), dtype=torch.float32, device=local.device),
                 **{moment: torch.zeros_like(local) for moment in MOMENTS},
             }
 
@@ -52,20 +52,24 @@ class ShardedAdamW:
 
         Collective. Gradients stay as they are when the norm is not finite.
         """
-        grads = [cast(DTensor, p.grad).to_local() for p in self.parameters.values() if p.grad is not None]
+        grads = [grad for grad in self._grads().values() if grad is not None]
         square = torch.nn.utils.get_total_norm(grads).square()
         if dist.get_world_size() > 1:
             dist.all_reduce(square)
         norm = float(square.sqrt())
         if self._clip and self._clip < norm < float("inf"):
-            for grad in grads:
-                grad.mul_(self._clip / norm)
+            torch._foreach_mul_(grads, self._clip / norm)  # pyright: ignore[reportPrivateImportUsage]
         return norm
+
+    @torch.no_grad()
+    def _grads(self) -> dict[str, Tensor | None]:
+        """This rank's shards of the gradients."""
+        return {n: None if p.grad is None else cast(DTensor, p.grad).to_local() for n, p in self.parameters.items()}
 
     def step(self, lr: float) -> None:
         """Update with the gradients that the parameters hold."""
-        for name, p in self.parameters.items():
-            self._local[name].grad = None if p.grad is None else cast(DTensor, p.grad).to_local()
+        for name, grad in self._grads().items():
+            self._local[name].grad = grad
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
@@ -75,7 +79,7 @@ class ShardedAdamW:
     @property
     def num_updates(self) -> int:
         """Updates made; steps that were skipped do not count."""
-        return max(int(self._adamw.state[local]["step"]) for local in self._local.values())
+        return int(torch.stack([self._adamw.state[local]["step"] for local in self._local.values()]).max())
 
     def set_num_updates(self, updates: int) -> None:
         """Go on from so many updates, after the moments were loaded."""

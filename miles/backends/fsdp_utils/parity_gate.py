@@ -34,7 +34,7 @@ class LateGate:
 
     def see(self, entries_N: Tensor, logprobs_N: Tensor) -> None:
         """Take note of the log-probs of a micro-batch's predicted tokens."""
-        self._logprobs_R[entries_N] = logprobs_N.detach()
+        self._logprobs_R[entries_N] = logprobs_N.detach().cpu()
 
     def close(self) -> None:
         """Check what was seen."""

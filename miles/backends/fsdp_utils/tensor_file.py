@@ -68,6 +68,6 @@ def write_tensors(
                     f"{file}: {name} {tuple(tensor.shape)} {tensor.dtype} in place of {expected} {described}"
                 )
             if tensor.numel():
-                out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                out.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         out.flush()
         os.fsync(out.fileno())

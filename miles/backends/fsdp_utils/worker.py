@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers.utils.logging import disable_progress_bar
 
 from miles.backends.fsdp_utils.checkpoint import MODEL, RankState, SavedTrainer, load_trainer
 from miles.backends.fsdp_utils.critic import Critic, require_same_critic
+from miles.backends.fsdp_utils.device import Ranks, pick_device
 from miles.backends.fsdp_utils.hf_folder import require_same_names, write_model_folder
-from miles.backends.fsdp_utils.model import PolicyModel, hf_tensors, load_policy, shard
+from miles.backends.fsdp_utils.layers import prepare_layers
+from miles.backends.fsdp_utils.model import PolicyModel, hf_tensors, load_policy, release_gathered, shard
+from miles.backends.fsdp_utils.offload import Part, Waiting, moments_of, weights_of
 from miles.backends.fsdp_utils.optimizer import ShardedAdamW
 from miles.backends.fsdp_utils.parity_gate import LateGate, check_parity
 from miles.backends.fsdp_utils.steps import Outcome, SkipLimit, optimizer_step
@@ -47,6 +49,7 @@ from miles.backends.training_utils.policy_columns import (
 )
 from miles.backends.training_utils.schedule import StepPlan, plan_steps, split_into_micro_batches
 from miles.config.batch_math import batch_plan
+from miles.config.compute import compiles_layers, keeps_gathered, recompute_of
 from miles.config.resources import engine_dtype, parity_bounds, trains_critic
 from miles.config.schema import RunConfig
 from miles.core.hook_args import HookArgs
@@ -57,7 +60,8 @@ from miles.utils.checkpoint_folder import cannot_write
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT = timedelta(seconds=10)
+KEPT_LOGITS = 1 / 16
+"""Share of a GPU's memory for logits that are kept from the forward to the backward pass."""
 
 
 class FsdpTrainWorker:
@@ -109,39 +113,47 @@ class FsdpTrainWorker:
         self._copy: RankState | None = None
 
         self._folder = Path(config.model.hf_checkpoint)
-        self._model, self._expected = load_policy(
-            self._folder, gradient_checkpointing=config.model.gradient_checkpointing
-        )
+        self._device = pick_device(config, rank)
+        self._model, self._expected = load_policy(self._folder, self._device)
         self._engine_dtype: torch.dtype = getattr(torch, engine_dtype(config))
         self.vocab_size = self._model.vocab_size
-        dist.init_process_group(
-            "gloo",
+        self._ranks = Ranks(
+            self._device,
             init_method=init_method,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=config.cluster.wait_timeout_s),
         )
-        mesh = init_device_mesh("cpu", (world_size,))
         self._group = dist.group.WORLD
-        shard(self._model, mesh, bf16=config.train.bf16)
+        prepare_layers(self._model.hf, compiled=compiles_layers(config), recompute=recompute_of(config))
+        shard(self._model, self._ranks.mesh, bf16=config.train.bf16, keeps_gathered=keeps_gathered(config))
+        if self._device.type == "cuda" and recompute_of(config) != "full":
+            memory = torch.cuda.get_device_properties(self._device).total_memory
+            self._model.kept_logit_bytes = int(memory * KEPT_LOGITS)
         self._optimizer = ShardedAdamW(
             {n: p for n, p in hf_tensors(self._model).items() if p.requires_grad}, config.optimizer
         )
         self._reference: PolicyModel | None = None
         if (config.algorithm.use_kl_loss or config.algorithm.kl_coef) and not self._is_sft:
-            self._reference, _ = load_policy(config.model.ref_load or config.model.hf_checkpoint)
+            self._reference, _ = load_policy(config.model.ref_load or config.model.hf_checkpoint, self._device)
             if self._reference.vocab_size != self.vocab_size:
                 raise CheckpointError(
                     f"the reference model has {self._reference.vocab_size} token ids, the policy {self.vocab_size}"
                     "\n    fix: pass --ref-load a model with the same tokenizer"
                 )
             self._reference.requires_grad_(False)
-            shard(self._reference, mesh, bf16=config.train.bf16)
+            prepare_layers(self._reference.hf, compiled=compiles_layers(config), recompute="none")
+            shard(self._reference, self._ranks.mesh, bf16=config.train.bf16)
         self._critic: Critic | None = None
         if trains_critic(config):
             self._critic = Critic(
-                config, mesh, total_optimizer_steps=total_optimizer_steps, vocab_size=self.vocab_size
+                config,
+                self._ranks.mesh,
+                self._device,
+                total_optimizer_steps=total_optimizer_steps,
+                vocab_size=self.vocab_size,
             )
+        self._waiting: dict[Part, Waiting] = {"weights": Waiting(), "optimizer": Waiting()}
 
     # Training
 
@@ -152,6 +164,7 @@ class FsdpTrainWorker:
         ParityError when the engine's log-probs are not the trainer's.
         """
         started = time.perf_counter()
+        self._require("weights", "optimizer")
         packed = FlatBatch.from_batch(batch)
         check_batch(batch, packed, vocab_size=self.vocab_size, columns=self._needed_columns(batch))
         trajectory_B = numbers(batch, "trajectory").numpy()
@@ -174,7 +187,9 @@ class FsdpTrainWorker:
                 "\n    fix: --use-dynamic-global-batch-size in place of --global-batch-size, or leave out "
                 "--skip-actor-forward-only"
             )
-        steps = [[packed.micro_batch(part) for part in plan.micro_batches[self._rank]] for plan in plans]
+        steps = [
+            [packed.micro_batch(part).to(self._device) for part in plan.micro_batches[self._rank]] for plan in plans
+        ]
         metrics: dict[str, float] = {}
         found = PolicyColumns(values={}, mask_R=packed.mask_R, metrics={})
         values_R = None
@@ -357,12 +372,14 @@ class FsdpTrainWorker:
         self, model: PolicyModel, parts: list[MicroBatch], num_entries: int, entropy_R: Tensor | None = None
     ) -> Tensor:
         """Log-probs of this rank's predicted tokens on the response axis [R], 0 elsewhere; fills `entropy_R` likewise."""
+        # Nothing waits for a result before every part is on its way.
+        found = [model(part, self._temperature, entropy=entropy_R is not None) for part in parts]
+        release_gathered(model)
         logprobs_R = torch.zeros(num_entries)
-        for part in parts:
-            logprobs_N, *entropy = model(part, self._temperature, entropy=entropy_R is not None)
-            logprobs_R[part.entries_N] = logprobs_N
+        for part, (logprobs_N, *entropy) in zip(parts, found, strict=True):
+            logprobs_R[part.entries_N] = logprobs_N.cpu()
             if entropy_R is not None:
-                entropy_R[part.entries_N] = entropy[0]
+                entropy_R[part.entries_N] = entropy[0].cpu()
         return logprobs_R
 
     def _step_inputs(
@@ -435,15 +452,23 @@ class FsdpTrainWorker:
                 predicted = self._predict(part)
                 if gate is not None:
                     gate.see(part.entries_N, predicted["logprobs_N"])
+                if self._is_custom:
+                    values = {name: _on(value, self._device) for name, value in values.items()}
                 yield self._loss(LossInputs(**predicted, **values))
 
         return optimizer_step(self._optimizer, outputs(), lr, self._group, None if gate is None else gate.close)
 
     def _predict(self, part: MicroBatch) -> dict[str, Tensor]:
-        """Log-probs of the predicted tokens with gradient; and entropies, and whole logits, where they are asked for."""
+        """Log-probs of the predicted tokens with gradient; and entropies, and whole logits, where they are asked for.
+
+        They come to the CPU, where the loss and all that it reads are; only a custom loss, which gets whole logits, is
+        computed where those are.
+        """
         algorithm = self._config.algorithm
         with_entropy = bool(algorithm.entropy_coef) or algorithm.observe_training_entropy
         logprobs_N, *others = self._model(part, self._temperature, entropy=with_entropy, logits=self._is_custom)
+        if not self._is_custom and self._device.type != "cpu":
+            logprobs_N, *others = torch.stack((logprobs_N, *others)).cpu().unbind()
         found = {"logprobs_N": logprobs_N}
         if with_entropy:
             entropy_N = others.pop(0)
@@ -487,14 +512,16 @@ class FsdpTrainWorker:
     @torch.no_grad()
     def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
         """Log-probabilities of tokens 1..T-1 of each sequence under softmax(logits / temperature)."""
+        self._require("weights")
         packed = FlatBatch.from_sequences(sequences)
         logprobs_R = torch.zeros(len(packed.mask_R))
         for samples in split_into_micro_batches(
             np.flatnonzero(packed.trainable_B), packed.total_lengths_B, self._config.train.max_tokens_per_gpu
         ):
-            part = packed.micro_batch(samples)
+            part = packed.micro_batch(samples).to(self._device)
             (logprobs_N,) = self._model(part, temperature)
-            logprobs_R[part.entries_N] = logprobs_N
+            logprobs_R[part.entries_N] = logprobs_N.cpu()
+        release_gathered(self._model)
         starts = packed.response_start_B.tolist()
         return [logprobs_R[s : s + max(0, len(q) - 1)].tolist() for s, q in zip(starts, sequences, strict=True)]
 
@@ -509,11 +536,41 @@ class FsdpTrainWorker:
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under the folder's names and in the engine's data type, one at a time; of tied tensors only the first.
 
-        A tensor may share memory with the model: use or copy it before the next optimizer step.
+        They are on the trainer's device. A tensor may share memory with the model: use or copy it before the next optimizer
+        step.
         """
+        self._require("weights")
         for name, tensor in hf_tensors(self._model).items():
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            yield name, full.detach().to(self._engine_dtype).contiguous()
+            yield name, _whole(tensor.detach(), self._engine_dtype, self._world_size).contiguous()
+
+    # Memory
+
+    def offload(self, *parts: Part) -> None:
+        """Move these parts to the CPU's memory, all of them when none is named, and give the GPU's back."""
+        for part in parts or tuple(self._waiting):
+            self._waiting[part].out(self._memory(part))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self, *parts: Part) -> None:
+        """Bring these parts back, all of them when none is named."""
+        for part in parts or tuple(self._waiting):
+            self._waiting[part].back()
+
+    def _memory(self, part: Part) -> Iterator[Tensor]:
+        if part == "optimizer":
+            yield from moments_of(self._optimizer)
+        else:
+            yield from weights_of(self._model)
+            if self._reference is not None:
+                yield from weights_of(self._reference)
+        if self._critic is not None:
+            yield from self._critic.memory(part)
+
+    def _require(self, *parts: Part) -> None:
+        for part in parts:
+            if self._waiting[part].is_out:
+                raise TrainingError(f"the trainer's {part} are in the CPU's memory\n    fix: call onload() before")
 
     # Checkpoints
 
@@ -522,10 +579,12 @@ class FsdpTrainWorker:
 
         The save is whole when it has returned on every rank. Raises CheckpointError when the disk refuses.
         """
+        self._require("weights", "optimizer")
         self._rank_state().write(Path(folder))
 
     def copy_state(self) -> None:
         """Copy what `save` would write now, for `write_copy`; training may go on."""
+        self._require("weights", "optimizer")
         self._copy = self._rank_state().copied()
 
     def write_copy(self, folder: str) -> float:
@@ -545,6 +604,7 @@ class FsdpTrainWorker:
         Raises CheckpointError when it is incomplete, of another version, or of another model; and, of a deterministic
         run, when ranks or threads are not as many as before, since sums would be rounded in another order.
         """
+        self._require("weights", "optimizer")
         with SavedTrainer(Path(folder)) as saved:
             require_same_critic(Path(folder), saved.shapes, has_critic=self._critic is not None)
         with torch.no_grad():
@@ -608,10 +668,24 @@ class FsdpTrainWorker:
 
     def close(self) -> None:
         """Leave the process group, together: a rank that leaves early would break collectives of the others."""
-        if dist.is_initialized():
-            if self._world_size > 1:
-                dist.monitored_barrier(timeout=CLOSE_TIMEOUT)
-            dist.destroy_process_group()
+        self._ranks.leave()
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype, world_size: int) -> Tensor:
+    """The whole of a sharded tensor in `dtype`; rounded before it travels."""
+    if not isinstance(tensor, DTensor):
+        return tensor.to(dtype)
+    local = tensor.to_local().to(dtype)
+    if world_size == 1:
+        return local
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    ).full_tensor()
 
 
 __all__ = ["FsdpTrainWorker"]

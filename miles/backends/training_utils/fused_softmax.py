@@ -4,6 +4,9 @@ A row is read once in the forward pass and read and written once in the backward
 sums are fp32. `linear_log_softmax` uses them on a GPU.
 """
 
+# Triton comes with torch for GPUs; where there is none this module is not imported.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 # C rows of a chunk, V vocabulary
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from miles.backends.training_utils.fused_head import has_triton, linear_log_prob_entropy
+
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Logits that exist at a time, by device: 16 MiB in fp32, which stay in a CPU's cache, and 256 MiB on a GPU."""
 WEIGHT_ROWS = 1 << 14
@@ -164,6 +166,7 @@ def linear_log_softmax(
     *,
     chunk_elements: int | None = None,
     vocabulary: Vocabulary = WHOLE,
+    kept_bytes: int = 0,
 ) -> tuple[Tensor, ...]:
     """What `heads` make of log softmax(hidden @ weight.T / temperature), one after another.
 
@@ -172,12 +175,27 @@ def linear_log_softmax(
     is at most 10 bytes per logit of a chunk, and in the backward pass of 16 bits the fp32 sum of the weight's gradient.
     Of a sharded `vocabulary`, `weight_VD` is this rank's rows; hidden states, results and their gradients are those of
     every rank.
+
+    On a GPU a target's log-prob, with or without the entropy, over the whole vocabulary goes through kernels of its own
+    (see `fused_head`); then up to `kept_bytes` of logits are kept for the backward pass in place of computed again.
     """
+    if chunk_elements is None and _can_fuse(hidden_ND, weight_VD, heads, vocabulary):
+        targets_N = cast(TargetLogProb, heads[0]).targets_N
+        return linear_log_prob_entropy(hidden_ND, weight_VD, targets_N, temperature, kept_bytes=kept_bytes)[
+            : len(heads)
+        ]
     if chunk_elements is None:
         chunk_elements = CHUNK_ELEMENTS.get(hidden_ND.device.type, CHUNK_ELEMENTS["cpu"])
     rows = max(1, chunk_elements // max(1, weight_VD.shape[0]))
     job = _Job(heads, float(temperature), rows, vocabulary)
     return cast("tuple[Tensor, ...]", _LinearLogSoftmax.apply(hidden_ND, weight_VD, job))
+
+
+def _can_fuse(hidden_ND: Tensor, weight_VD: Tensor, heads: tuple[Head, ...], vocabulary: Vocabulary) -> bool:
+    kinds = tuple(map(type, heads))
+    fitting = kinds in ((TargetLogProb,), (TargetLogProb, Entropy)) and isinstance(vocabulary, WholeVocabulary)
+    same = hidden_ND.dtype == weight_VD.dtype != torch.float64
+    return fitting and same and hidden_ND.is_cuda and has_triton()
 
 
 def token_log_probs(

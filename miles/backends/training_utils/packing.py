@@ -13,75 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles.backends.training_utils.schedule import Samples
+from miles.backends.training_utils.sequence_layout import SequenceLayout, moved
 from miles.core.train_batch import TrainBatch
 from miles.errors import TrainingError
-
-SIMILAR, SHORT = 0.8, 64
-"""Sequences attend side by side when the shortest has this share of the longest's tokens, or the longest is this short."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceGroup:
-    """Neighbours in a pack that attend together as `rows` rows of `width` places, padded on the right."""
-
-    start: int
-    stop: int
-    """Their tokens are `start:stop` of the pack."""
-    rows: int
-    width: int
-    gather: Tensor | None
-    """Token of `start:stop` for each place, [rows x width]; at padding any. None when no row is padded."""
-    scatter: Tensor | None
-    """Place of each token, [stop - start]; None when no row is padded."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceLayout:
-    """Where sequences are in a pack, so that attention looks neither across their borders nor ahead."""
-
-    cu_seqlens: Tensor
-    """Borders of the sequences, int32 [S + 1]."""
-    max_length: int
-    groups: tuple[SequenceGroup, ...]
-    """Every sequence in one group, in order: for kernels that know no borders."""
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> SequenceLayout:
-        """Of sequences of these lengths, end to end. The longest should come first: neighbours of like length share a group."""
-        borders = np.concatenate([[0], np.cumsum(lengths)])
-        groups: list[SequenceGroup] = []
-        first = 0
-        while first < len(lengths):
-            last, longest, shortest = first, lengths[first], lengths[first]
-            for length in lengths[first + 1 :]:
-                low, high = min(shortest, length), max(longest, length)
-                if low < SIMILAR * high and high > SHORT:
-                    break
-                last, shortest, longest = last + 1, low, high
-            groups.append(_group(int(borders[first]), np.asarray(lengths[first : last + 1])))
-            first = last + 1
-        return cls(torch.from_numpy(borders.astype(np.int32)), max(lengths, default=0), tuple(groups))
-
-    def to(self, device: torch.device) -> SequenceLayout:
-        """The layout on `device`; there the groups stay behind, since attention on a GPU takes the borders."""
-        return self if device.type == "cpu" else SequenceLayout(self.cu_seqlens.to(device), self.max_length, ())
-
-
-def _group(start: int, lengths: NDArray[np.int64]) -> SequenceGroup:
-    rows, width, count = len(lengths), int(lengths.max()), int(lengths.sum())
-    if rows * width == count:
-        return SequenceGroup(start, start + count, rows, width, None, None)
-    real = np.arange(width) < lengths[:, None]
-    tokens = np.zeros((rows, width), dtype=np.int64)
-    tokens[real] = np.arange(count)
-    return SequenceGroup(
-        start,
-        start + count,
-        rows,
-        width,
-        torch.from_numpy(tokens.reshape(-1)),
-        torch.from_numpy(np.flatnonzero(real)),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +38,8 @@ class MicroBatch:
         """What a model on `device` reads, there; `entries_N` stays where the batch is."""
         if device.type == "cpu":
             return self
-        ids, positions = self.input_ids_T.to(device), self.position_ids_T.to(device)
-        places, targets = self.positions_N.to(device), self.targets_N.to(device)
+        ids, positions = moved(self.input_ids_T, device), moved(self.position_ids_T, device)
+        places, targets = moved(self.positions_N, device), moved(self.targets_N, device)
         return MicroBatch(ids, positions, self.layout.to(device), places, targets, self.entries_N)
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from miles.config.base import ConfigModel, Flag
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Recompute = Literal["none", "selective", "full"]
 
 
 class TrainConfig(ConfigModel):
@@ -18,6 +19,10 @@ class TrainConfig(ConfigModel):
     """Which trainer runs the optimizer steps."""
     bf16: Annotated[bool, Flag("--bf16")] = False
     """Compute in bfloat16 over fp32 master weights, moments and gradient sums; off computes in fp32."""
+    compile_layers: Annotated[bool | None, Flag("--compile-layers")] = None
+    """Compile the decoder layers, which takes up to a minute at start and makes steps faster; unset does so on a GPU."""
+    recompute: Annotated[Recompute, Flag("--recompute")] = "none"
+    """What the backward pass computes again in place of keeping it: `none`, `selective` (layers without attention) or `full` (whole layers)."""
     global_batch_size: Annotated[PositiveInt | None, Flag("--global-batch-size")] = None
     """Samples per optimizer step, over all ranks; derived when `--num-steps-per-rollout` is given, and one step per rollout when neither is."""
     num_steps_per_rollout: Annotated[PositiveInt | None, Flag("--num-steps-per-rollout")] = None

@@ -13,7 +13,7 @@ SECTION_OF_MODEL = {
     for name, field in RunConfig.model_fields.items()
     if (model := section_model(field)) is not None
 }
-DERIVED = {"resources.py", "batch_math.py", "eval_settings.py"}
+DERIVED = {"resources.py", "batch_math.py", "compute.py", "eval_settings.py"}
 """Modules of `miles.config` that compute what processes ask for; checks and explanations are no readers."""
 
 

@@ -158,7 +158,9 @@ def test_rows_without_tools_have_none(write):
 
 def test_a_label_that_the_given_check_refuses_stops_with_its_line(write):
     path = write([{"input": "a", "label": "4"}, {"input": "a", "label": "four"}])
-    error = error_of(path, label_key="label", label_problem=lambda label, _: None if label.isdigit() else "is no number")
+    error = error_of(
+        path, label_key="label", label_problem=lambda label, _: None if label.isdigit() else "is no number"
+    )
     assert error.line == 2
     assert "the label 'four' is no number" in str(error)
 

@@ -58,7 +58,9 @@ def test_what_the_model_reads_goes_to_its_device_and_the_batchs_entries_stay():
     there = (moved.input_ids_T, moved.position_ids_T, moved.positions_N, moved.targets_N, moved.layout.cu_seqlens)
     assert all(tensor.is_meta for tensor in there)
     assert torch.equal(moved.entries_N, part.entries_N)
-    assert (moved.layout.max_length, moved.layout.groups) == (2, ())
+    assert moved.layout.max_length == 2
+    assert [group.rows for group in moved.layout.groups] == [2]
+    assert all(group.gather.is_meta and group.scatter.is_meta for group in moved.layout.groups)
 
 
 def test_sequences_of_like_length_attend_side_by_side_and_others_do_not():

@@ -1,0 +1,78 @@
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from miles.config import checks_precision
+from miles.config.checks import CHECKS
+from miles.config.checks_precision import PRECISION_CHECKS
+from miles.config.compute import compiles_layers, keeps_gathered, recompute_of
+from miles.config.known import run_checks
+from miles.config.load import read
+from miles.config.preflight import PREFLIGHT
+
+
+def config_of(*words):
+    return read(["--hf-checkpoint", "m", "--num-rollout", "1", "--rm-type", "exact", *words]).config
+
+
+def told(checks, *words):
+    return [f"{i.path}: {i.problem} -> {i.fix}" for i in run_checks(checks, config_of(*words))]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_gradient_checkpointing_is_full_recomputation(cpu):
+    assert recompute_of(config_of()) == "none"
+    assert recompute_of(config_of("--recompute", "selective")) == "selective"
+    assert recompute_of(config_of("--gradient-checkpointing")) == "full"
+    assert recompute_of(config_of("--gradient-checkpointing", "--recompute", "full")) == "full"
+
+
+def test_two_kinds_of_recomputation_are_refused(cpu):
+    (text,) = [
+        t
+        for t in told(CHECKS, "--gradient-checkpointing", "--recompute", "selective")
+        if t.startswith("train.recompute")
+    ]
+    assert text == (
+        "train.recompute: --gradient-checkpointing computes whole layers again, --recompute selective all but attention "
+        "-> give one of the two; --gradient-checkpointing is --recompute full"
+    )
+    assert not [t for t in told(CHECKS, "--gradient-checkpointing") if "recompute" in t]
+
+
+def test_layers_are_compiled_on_a_gpu_unless_the_settings_say_otherwise(gpu, monkeypatch):
+    assert compiles_layers(config_of())
+    assert not compiles_layers(config_of("--compile-layers", "false"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not compiles_layers(config_of())
+    assert compiles_layers(config_of("--compile-layers"))
+
+
+def test_a_rank_alone_on_a_gpu_keeps_gathered_weights_unless_it_recomputes_all(gpu):
+    assert keeps_gathered(config_of())
+    assert not keeps_gathered(config_of("--recompute", "full"))
+    assert not keeps_gathered(config_of("--train-ranks", "2"))
+    assert not keeps_gathered(config_of("--device", "cpu"))
+
+
+def test_a_large_model_in_fp32_on_a_gpu_is_refused_and_a_small_one_is_not(gpu, tmp_path, monkeypatch):
+    save_file({"a": np.zeros((50, 20), np.float32), "b": np.zeros(34, np.float32)}, tmp_path / "model.safetensors")
+    words = ("--hf-checkpoint", str(tmp_path))
+    assert told(PRECISION_CHECKS, *words) == []
+    monkeypatch.setattr(checks_precision, "SMALL", 1000)
+    assert told(PRECISION_CHECKS, *words) == [
+        "train.bf16: a model of 1.03 thousand parameters would be trained in fp32, on a GPU several times slower than in "
+        "bf16 -> --bf16; master weights, moments and gradient sums stay fp32"
+    ]
+    assert told(PRECISION_CHECKS, *words, "--bf16") == []
+    assert told(PRECISION_CHECKS, *words, "--device", "cpu") == []
+    assert set(PRECISION_CHECKS) <= set(PREFLIGHT)

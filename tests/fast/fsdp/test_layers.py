@@ -1,0 +1,74 @@
+import functools
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.fast.fsdp.support import (
+    largest_difference,
+    make_batch,
+    make_config,
+    make_model_folder,
+    make_samples,
+    open_worker,
+    weights_of,
+)
+
+
+def trained(folder, tmp_path, **train):
+    config = make_config(
+        folder,
+        train={"max_tokens_per_gpu": 64, **train},
+        parity={"enabled": False},
+        algorithm={"entropy_coef": 0.01},
+    )
+    with open_worker(config, tmp_path) as worker:
+        metrics = [worker.train(make_batch(make_samples(8, seed=step)), step) for step in range(2)]
+        scores = worker.score([s["tokens"] for s in make_samples(3)], 0.9)
+        return metrics[-1]["train/grad_norm"], weights_of(worker), scores
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_no_bit(model_folder, tmp_path, recompute):
+    norm, weights, scores = trained(model_folder, tmp_path)
+    again = trained(model_folder, tmp_path, recompute=recompute)
+    assert again[0] == norm
+    assert largest_difference(again[1], weights) == 0
+    assert again[2] == scores
+
+
+def test_attention_runs_once_where_it_is_kept_and_twice_where_all_is_recomputed(model_folder, tmp_path, monkeypatch):
+    from miles.backends.fsdp_utils import packed_attention
+
+    calls = []
+    attend = packed_attention._attend
+    monkeypatch.setattr(packed_attention, "_attend", lambda *args: calls.append(1) or attend(*args))
+    counts = {}
+    for recompute in ("none", "selective", "full"):
+        config = make_config(model_folder, train={"recompute": recompute}, parity={"enabled": False})
+        with open_worker(config, tmp_path) as worker:
+            calls.clear()
+            worker._optimizer_step  # noqa: B018
+            batch = make_batch(make_samples(2))
+            worker.train(batch, 0)
+            counts[recompute] = len(calls)
+    assert counts["selective"] == counts["none"]
+    assert counts["full"] == counts["none"] + 2
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same_in_one_form_for_all_layers_and_lengths(tmp_path, monkeypatch):
+    folder = make_model_folder(tmp_path / "model", num_hidden_layers=4)
+    norm, weights, scores = trained(folder, tmp_path)
+    # Without the backend that writes and compiles C++, which this test is not about.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    for recompute in ("none", "selective"):
+        torch._dynamo.reset()
+        counters.clear()
+        found = trained(folder, tmp_path, compile_layers=True, recompute=recompute)
+        assert found[0] == pytest.approx(norm, rel=1e-4)
+        assert largest_difference(found[1], weights) < 1e-4
+        for ours, theirs in zip(found[2], scores, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+        # What is before attention, what is after it, and what is after the layer's call of it; with gradient and without.
+        assert 4 <= counters["stats"]["unique_graphs"] <= 8

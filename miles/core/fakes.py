@@ -91,6 +91,9 @@ class FakePlacement:
     def for_weight_sync(self) -> AbstractAsyncContextManager[None]:
         return self._hold("weight sync")
 
+    def for_scoring(self) -> AbstractAsyncContextManager[None]:
+        return self._hold("scoring")
+
     def require(self, phase: str) -> None:
         """Raise MilesError unless the machine is held for `phase`."""
         if self.phase != phase:

@@ -27,6 +27,7 @@ __all__ = [
     "Contract",
     "add_arguments_of",
     "check_signature",
+    "describe_error",
     "hooks_of",
     "is_async",
     "load_function",
@@ -200,6 +201,13 @@ def _import_failed(path: str, module: str, error: Exception) -> HookError:
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     problem = f"module {module} does not import: {type(error).__name__}: {message}\n    at {file}:{line}: {text}"
     return HookError(path, problem, "mend that line, or install what it imports")
+
+
+def describe_error(error: BaseException) -> str:
+    """What a user's function raised, and the line that raised it."""
+    text = f"raised {type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text}\n    at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else text
 
 
 def _nearest(name: str, owner: Any) -> str:

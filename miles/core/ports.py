@@ -161,6 +161,8 @@ class Placement(Protocol):
 
     def for_weight_sync(self) -> AbstractAsyncContextManager[None]: ...
 
+    def for_scoring(self) -> AbstractAsyncContextManager[None]: ...
+
 
 class Evaluation(Protocol):
     """Evaluation on an interval."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from miles.core.samples import Sample
 from miles.errors import DataError
-from miles.rollout.rm_hub import RewardHub
 from miles.rollout.rm_hub.graders import LabelError
+from miles.rollout.rm_hub.hub import RewardHub
 
 ANSWER = r"\boxed{0}"
 """What is graded: any answer does, since a label that cannot be read is an error whatever the answer is."""

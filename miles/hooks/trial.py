@@ -13,7 +13,7 @@ from typing import Any
 from miles.config.schema import RunConfig
 from miles.core.hook_args import HookArgs
 from miles.core.hook_contracts import Contract
-from miles.core.plugins import is_async, maybe_await
+from miles.core.plugins import describe_error, is_async, maybe_await
 from miles.core.samples import Sample
 from miles.errors import MilesError
 from miles.hooks import samples
@@ -139,7 +139,6 @@ def _short(value: Any) -> str:
 
 def where_raised(error: BaseException) -> str:
     """What was raised, and the line that raised it."""
-    from miles.rollout.inference_rollout.compatibility import describe_error
 
     return str(error) if isinstance(error, MilesError) else describe_error(error)
 

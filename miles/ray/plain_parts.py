@@ -26,6 +26,10 @@ class SharedMachine:
         """Nothing to do before a weight update."""
         return nullcontext()
 
+    def for_scoring(self) -> Any:
+        """Nothing to do before the trainer scores sequences between two steps."""
+        return nullcontext()
+
 
 class NothingToPublish:
     """Weights of a run without engines or without a trainer: there is nobody to publish to, or nothing to publish."""

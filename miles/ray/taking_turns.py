@@ -50,7 +50,8 @@ class TakingTurns:
     @asynccontextmanager
     async def for_training(self) -> AsyncIterator[None]:
         """The trainer has all of its memory; it keeps it for the publish that follows."""
-        await self._each("give memory up", "release_memory_occupation", self._release)
+        tags = set(self._tags)
+        await self._each("give memory up", "release_memory_occupation", lambda engine: self._release(engine, tags))
         await self._trainer_back()
         yield
 
@@ -59,6 +60,15 @@ class TakingTurns:
         """The trainer's weights and room for the engines' are there; afterwards the engines have all their memory."""
         await self._trainer_back()
         await self._wake({"weights"})
+        yield
+        await self._give_to_engines()
+
+    @asynccontextmanager
+    async def for_scoring(self) -> AsyncIterator[None]:
+        """The trainer's weights are there, in the place of the engines' KV; afterwards the engines have all their memory."""
+        if self._trainer_is_away:
+            await self._each("give the KV up", "release_memory_occupation", lambda e: self._release(e, {"kv_cache"}))
+            await self._trainer_back()
         yield
         await self._give_to_engines()
 
@@ -81,10 +91,10 @@ class TakingTurns:
         for asleep in self._asleep.values():
             asleep -= tags
 
-    def _release(self, engine: EngineEndpoint) -> set[str]:
-        """What an engine still has to give up; it counts as given."""
+    def _release(self, engine: EngineEndpoint, tags: set[str]) -> set[str]:
+        """What of `tags` an engine still has to give up; it counts as given."""
         asleep = self._asleep.setdefault(engine.url, set())
-        left = set(self._tags) - asleep
+        left = tags & set(self._tags) - asleep
         asleep |= left
         return left
 

@@ -29,6 +29,7 @@ class TrainActor:
         self._run_dir, self._rank = run_dir, rank
         self._learned = False
         self._transports: dict[TransportName, Any] = {}
+        self._probed: list[list[float]] = []
 
     def start(
         self, config: RunConfig, worker_path: str, codec_path: str, init: Mapping[str, Any], load_folder: str | None
@@ -115,22 +116,36 @@ class TrainActor:
         self._learned = False
         return sent
 
-    async def check_probes(self, engine: EngineEndpoint, version: int) -> Metrics:
-        """Score the probe sequences here and on `engine`; collective. Raises ParityError above the bounds."""
-        from miles.backends.training_utils.parity import ParityBounds
-        from miles.backends.weight_sync.probes import check_probes, probe_sequences
+    async def ask_probes(self, engine: EngineEndpoint) -> None:
+        """Have `engine` score the probe sequences, and keep its answer."""
+        from miles.backends.weight_sync.probes import score_on_engine
 
-        parity = self._config.parity
-        return await check_probes(
+        self._probed = await score_on_engine(engine, self._probe_sequences(), self._probe_temperature(engine))
+
+    def check_probes(self, engine: EngineEndpoint, version: int) -> Metrics:
+        """Score the probe sequences here, and compare; collective. Raises ParityError above the bounds."""
+        from miles.backends.training_utils.parity import ParityBounds
+        from miles.backends.weight_sync.probes import check_probes
+
+        return check_probes(
             engine,
+            self._probed,
             self._worker.score,
-            probe_sequences(
-                parity.num_probes, self._worker.vocab_size, context_length(self._config.model.hf_checkpoint)
-            ),
-            temperature=self._config.rollout.temperature,
+            self._probe_sequences(),
+            temperature=self._probe_temperature(engine),
             bounds=ParityBounds(*parity_bounds(self._config)),
             version=version,
         )
+
+    def _probe_sequences(self) -> list[list[int]]:
+        from miles.backends.weight_sync.probes import probe_sequences
+
+        limit = context_length(self._config.model.hf_checkpoint)
+        return probe_sequences(self._config.parity.num_probes, self._worker.vocab_size, limit)
+
+    def _probe_temperature(self, engine: EngineEndpoint) -> float:
+        """SGLang's log-probs of a prompt are those of temperature 1."""
+        return 1.0 if engine.kind == "sglang" else self._config.rollout.temperature
 
     def close(self) -> None:
         """Give up what transports hold, and leave the process group."""

@@ -80,6 +80,10 @@ class TrainGroup:
         """Send every weight to every engine as `version`; `transport` None is the run's own."""
         return await self._all(f"send weights {version}", "send_weights", list(engines), version, transport)
 
+    async def ask_probes(self, engine: EngineEndpoint) -> None:
+        """Have the engine score the probe sequences."""
+        await self._all("have probes scored", "ask_probes", engine)
+
     async def check_probes(self, engine: EngineEndpoint, version: int) -> Metrics:
-        """Compare trainer and engine on the probe sequences."""
+        """Score the probe sequences here, and compare with the engine's answer."""
         return await self._all("score probes", "check_probes", engine, version)

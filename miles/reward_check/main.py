@@ -18,7 +18,7 @@ from miles.reward_check import report
 from miles.reward_check.compare import Graded, differ
 from miles.reward_check.options import HELP, USAGE, Options, read_options
 from miles.reward_check.samples import Saved, read_saved
-from miles.rollout.rm_hub import RewardHub
+from miles.rollout.rm_hub.hub import RewardHub
 from miles.utils.http_utils import aclose
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from miles.core.plugins import describe_error
 from miles.core.samples import Sample
 from miles.core.train_batch import Axis, Column, TrainBatch
 from miles.errors import HookError
@@ -61,7 +62,7 @@ def convert_by_hook(
     except HookError:
         raise
     except Exception as error:
-        raise HookError(path, f"failed with {type(error).__name__}: {error}", "mend this function") from error
+        raise HookError(path, describe_error(error), "mend this function") from error
     if not isinstance(returned, Mapping):
         raise HookError(path, f"returned {type(returned).__name__}", _EXAMPLE)
     found = dict(_named(path, cast("Mapping[Any, Any]", returned)))

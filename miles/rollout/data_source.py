@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from miles.core.plugins import describe_error
 from miles.core.ports import DataSource
 from miles.core.samples import Group, Sample
 from miles.errors import DataError, HookError
@@ -190,7 +191,7 @@ class RolloutDataSourceWithBuffer:
         try:
             taken = self._buffer_filter(self.args, None, self.buffer, num_samples)
         except Exception as error:
-            raise HookError(path, f"raised {type(error).__name__}: {error}") from error
+            raise HookError(path, describe_error(error), "mend this function") from error
         if not isinstance(taken, list) or any(not isinstance(group, list) for group in taken):
             raise HookError(path, f"returned {type(taken).__name__}", "return the list of groups taken from `buffer`")
         if len(taken) > num_samples:

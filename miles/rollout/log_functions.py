@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from miles.core.plugins import is_async, load_function, maybe_await
+from miles.core.plugins import describe_error, is_async, load_function, maybe_await
 from miles.core.ports import Metrics
 from miles.errors import HookError, MilesError
-from miles.rollout.inference_rollout.compatibility import describe_error
 
 
 class LogFunction:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from miles.core.plugins import load_function, maybe_await
+from miles.core.plugins import describe_error, load_function, maybe_await
 from miles.core.samples import Sample
 from miles.errors import HookError, MilesError
-from miles.rollout.inference_rollout.compatibility import describe_error
 from miles.utils.waits import OPEN
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from miles.config.estimators import Baseline
+from miles.core.plugins import describe_error
 from miles.core.samples import Sample
 from miles.core.train_batch import Column, TrainBatch
 from miles.errors import HookError, TrainingError
@@ -223,11 +224,15 @@ def _reported_reward(sample: Sample, raw: float) -> float:
 def _post_process(fn: RewardPostProcess, path: str, samples: list[Sample]) -> tuple[Floats, Floats]:
     try:
         returned = fn(samples)
-        raw_B, reward_B = (np.asarray([float(x) for x in part], dtype=np.float64) for part in returned)
     except HookError:
         raise
     except Exception as error:
-        raise HookError(path, f"failed with {type(error).__name__}: {error}", "return (raw, normalised)") from error
+        raise HookError(path, describe_error(error), "mend this function") from error
+    try:
+        raw_B, reward_B = (np.asarray([float(x) for x in part], dtype=np.float64) for part in returned)
+    except (TypeError, ValueError) as error:
+        problem = f"returned {returned!r:.80}: {error}"
+        raise HookError(path, problem, "return (raw, normalised), each with one number per sample") from error
     for what, values_B in (("raw", raw_B), ("normalised", reward_B)):
         if len(values_B) != len(samples):
             raise HookError(

@@ -6,12 +6,16 @@ It takes the flags of `sglang serve`, and three of its own: `--ready-fd`, `--exi
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,9 @@ from miles.utils.process import TOKEN_VARIABLE, die_with_parent, report_ready, w
 logger = logging.getLogger("miles.backends.sglang_utils")
 
 HOST = "127.0.0.1"
+LISTEN_S = 60.0
+FIRST_REQUEST_S = 600.0
+"""Seconds that the first request may take: where no kernel was compiled before, it compiles some."""
 ENVIRONMENT = {
     # A health check that generates would be a request in flight during an update.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
@@ -51,10 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     with reserved_port(HOST) as port:
 
         def ready() -> None:
+            facts: dict[str, Any] = {"port": port, "pid": os.getpid()}
+            try:
+                warm_up(HOST, port)
+            except (OSError, HTTPException, ValueError) as error:
+                facts = {"error": f"its first request failed: {error}"}
             if settings.ready_fd is not None:
-                report_ready(settings.ready_fd, {"port": port, "pid": os.getpid()})
+                report_ready(settings.ready_fd, facts)
 
-        words = [*rest, "--host", HOST, "--port", str(port)]
+        # Its own first request is a text, which not every tokenizer knows the letters of.
+        words = [*rest, "--host", HOST, "--port", str(port), "--skip-server-warmup"]
         if token := os.environ.get(TOKEN_VARIABLE):
             words += ["--admin-api-key", token]
             keep_out_of_logs(token)
@@ -64,6 +77,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         launch_server(prepare_server_args(words), launch_callback=ready)
     return 0
+
+
+def warm_up(host: str, port: int) -> None:
+    """Have a few tokens generated, as soon as the server listens. Raises OSError, HTTPException or ValueError."""
+    request = {"input_ids": [1, 2, 3], "sampling_params": {"temperature": 0.0, "max_new_tokens": 4}}
+    deadline = time.monotonic() + LISTEN_S
+    while True:
+        connection = HTTPConnection(host, port, timeout=FIRST_REQUEST_S)
+        try:
+            connection.request("POST", "/generate", json.dumps(request), {"Content-Type": "application/json"})
+            break
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+    answer = connection.getresponse()
+    text = answer.read().decode(errors="replace")
+    connection.close()
+    if answer.status != HTTPStatus.OK:
+        raise ValueError(f"status {answer.status}, {text[:500]}")
 
 
 def prepare_environment(cache_dir: Path | None) -> None:

@@ -60,8 +60,9 @@ def prompt_scores(entries: Sequence[Sequence[Any]], tokens: Sequence[int]) -> li
     return [float(entry[0]) for entry in entries[1:]]
 
 
-async def check_probes(
+def check_probes(
     engine: EngineEndpoint,
+    theirs: Sequence[Sequence[float]],
     score: Score,
     sequences: list[list[int]],
     *,
@@ -69,16 +70,15 @@ async def check_probes(
     bounds: ParityBounds,
     version: int,
 ) -> dict[str, float]:
-    """Compare the trainer's `score` with the engine's on probe sequences, after the publish of `version`.
+    """Compare the trainer's `score` with `theirs`, the engine's on the same sequences after the publish of `version`.
 
     Every trainer rank calls it, since `score` is collective. Raises ParityError above the bounds, naming the cause.
     """
-    theirs = await score_on_engine(engine, sequences, temperature)
     ours = score(sequences, temperature)
     report = compare([x for row in ours for x in row], [x for row in theirs for x in row])
     if not report.within(bounds):
         scored = [
-            ScoredSequence(sample=i, tokens=tokens, engine_R=row, mask_R=[True] * len(row))
+            ScoredSequence(sample=i, tokens=tokens, engine_R=list(row), mask_R=[True] * len(row))
             for i, (tokens, row) in enumerate(zip(sequences, theirs, strict=True))
         ]
         cause = explain(scored, score, bounds=bounds, temperature=temperature)

@@ -188,7 +188,9 @@ class Publisher:
 
     async def _probe(self, engine: EngineEndpoint, version: int) -> Metrics:
         try:
-            return await self._source.check_probes(engine, version)
+            await self._source.ask_probes(engine)
+            async with self._placement.for_scoring():
+                return await self._source.check_probes(engine, version)
         except EngineError:
             if self._tolerate_deaths and not await is_alive(engine):
                 return {}

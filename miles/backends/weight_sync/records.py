@@ -50,9 +50,13 @@ class WeightSource(Protocol):
         """
         ...
 
-    async def check_probes(self, engine: EngineEndpoint, version: int) -> dict[str, float]:
-        """Score fixed sequences here and there; raises ParityError when they differ by more than the bounds.
+    async def ask_probes(self, engine: EngineEndpoint) -> None:
+        """Have the engine score fixed sequences, for `check_probes`. Needs no weights here."""
+        ...
 
-        Call it under `lock`.
+    async def check_probes(self, engine: EngineEndpoint, version: int) -> dict[str, float]:
+        """Score the sequences of `ask_probes` here; raises ParityError when the two differ by more than the bounds.
+
+        Call it under `lock`. Needs nothing of the engine.
         """
         ...

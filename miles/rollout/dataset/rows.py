@@ -14,8 +14,8 @@ from miles.rollout.dataset.media import with_media
 from miles.rollout.dataset.tables import Part
 from miles.utils.chat_template_utils import Prompt
 
-LabelProblem = Callable[[Any, Mapping[str, Any]], str | None]
-"""What is wrong with a label, given the metadata of its row; None when nothing is."""
+LabelProblem = Callable[[Any, dict[str, Any]], str | None]
+"""What is wrong with a label or its row's metadata, as a sentence; None when nothing is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,8 @@ def prompt_row(path: str, line: int, number: int, row: dict[str, Any], format: P
     label = None if format.label_key is None else _value(path, line, row, format.label_key, "--label-key")
     metadata = _metadata(path, line, row, format)
     if format.label_problem is not None and (problem := format.label_problem(label, metadata)):
-        raise DataError(path, f"the label {label!r:.80} {problem}", "mend the row", line=line)
+        fix = "mend or remove the row, name another key with --label-key, or take another --rm-type"
+        raise DataError(path, problem, fix, line=line)
     return PromptRow(
         path=path,
         line=line,

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from miles.core.plugins import describe_error, load_function
 from miles.errors import HookError
 
 
@@ -25,8 +28,6 @@ class DynamicFilters:
     """
 
     def __init__(self, paths: Sequence[str] = ()) -> None:
-        from miles.core.plugins import load_function
-
         self.paths = tuple(paths)
         self._filters: list[tuple[str, Callable[..., Any]]] = [(path, load_function(path)) for path in paths]
 
@@ -42,21 +43,19 @@ class DynamicFilters:
 async def call_dynamic_filter(fn: Callable[..., Any], path: str, args: Any, group: Any) -> DynamicFilterOutput:
     """Ask one filter about one finished group.
 
-    Accepts a plain truth value in place of `DynamicFilterOutput`. Raises HookError when the filter raises or returns
-    something without a truth value.
+    Accepts True or False in place of `DynamicFilterOutput`. Raises HookError when the filter raises or returns anything
+    else: a text such as "drop" would count as True.
     """
     try:
         verdict = fn(args, group)
         if inspect.isawaitable(verdict):
             verdict = await verdict
-        if isinstance(verdict, DynamicFilterOutput):
-            return DynamicFilterOutput(keep=bool(verdict.keep), reason=verdict.reason)
-        if verdict is not None:
-            return DynamicFilterOutput(keep=bool(verdict))
     except HookError:
         raise
     except Exception as error:
-        raise HookError(
-            path, f"the dynamic filter raised {type(error).__name__}: {error}", "mend the filter"
-        ) from error
-    raise HookError(path, "the dynamic filter returned None", "return DynamicFilterOutput(keep=...), True or False")
+        raise HookError(path, f"the dynamic filter {describe_error(error)}", "mend the filter") from error
+    keep, reason = (verdict.keep, verdict.reason) if isinstance(verdict, DynamicFilterOutput) else (verdict, None)
+    if isinstance(keep, bool | np.bool_):
+        return DynamicFilterOutput(keep=bool(keep), reason=reason)
+    wrong = f"the dynamic filter returned {verdict!r:.80}"
+    raise HookError(path, wrong, "return DynamicFilterOutput(keep=...), True or False")

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from miles.core.ledger import Ledger
+from miles.core.plugins import describe_error
 from miles.core.ports import DataSource
 from miles.core.samples import Group
 from miles.errors import ConfigError, DataError, HookError, MilesError, StalledError, TrainingError
 from miles.rollout.base_types import RolloutGroup
 from miles.rollout.filter_hub.base_types import DynamicFilters
 from miles.rollout.groups import excerpt, flatten
-from miles.rollout.inference_rollout.compatibility import describe_error
 from miles.rollout.inference_rollout.error_context import with_context
 from miles.rollout.inference_rollout.generate_and_reward import generate_group
 from miles.rollout.inference_rollout.starvation import Starvation

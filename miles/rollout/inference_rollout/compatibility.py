@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from miles.core.plugins import HOOKS, check_signature, is_async, load_function, maybe_await
+from miles.core.plugins import HOOKS, check_signature, describe_error, is_async, load_function, maybe_await
 from miles.core.samples import Sample
 from miles.errors import HookError, MilesError
 from miles.rollout.base_types import (
@@ -122,13 +121,6 @@ def load_generate_fn(path: str) -> GenerateFn:
         return _generate_output(path, output)
 
     return generate
-
-
-def describe_error(error: BaseException) -> str:
-    """What a user's function raised, and the line that raised it."""
-    text = f"raised {type(error).__name__}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{text}\n    at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else text
 
 
 def _generate_output(path: str, output: Any) -> GenerateFnOutput:

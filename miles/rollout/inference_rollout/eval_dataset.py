@@ -12,7 +12,7 @@ from miles.core.hook_args import HookArgs
 from miles.errors import ConfigError, DataError, Issue
 from miles.rollout.inference_rollout.state import GenerateState
 from miles.rollout.prompts import PromptFile, PromptFormat, load_prompts
-from miles.rollout.rm_hub import RewardHub
+from miles.rollout.rm_hub.hub import RewardHub
 from miles.rollout.rm_hub.labels import label_check
 from miles.utils.hf import context_length
 

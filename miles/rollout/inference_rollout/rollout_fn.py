@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from miles.core.plugins import load_function, maybe_await
+from miles.core.plugins import describe_error, load_function, maybe_await
 from miles.errors import HookError
 from miles.rollout.base_types import (
     RolloutFnConstructorInput,
@@ -16,7 +16,6 @@ from miles.rollout.base_types import (
 )
 from miles.rollout.filter_hub.base_types import DynamicFilters
 from miles.rollout.inference_rollout.collect import Collector, by_index
-from miles.rollout.inference_rollout.compatibility import describe_error
 from miles.rollout.inference_rollout.evaluate import Evaluator
 from miles.rollout.inference_rollout.state import GenerateState
 from miles.rollout.metrics import finite_only

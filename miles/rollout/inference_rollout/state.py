@@ -13,7 +13,7 @@ import xxhash
 
 from miles.core.samples import Sample
 from miles.rollout.inference_rollout.compatibility import GenerateFn, load_generate_fn
-from miles.rollout.rm_hub import RewardHub
+from miles.rollout.rm_hub.hub import RewardHub
 from miles.rollout.sample_hooks import SampleHooks
 from miles.utils.hf import context_length, load_tokenizer
 

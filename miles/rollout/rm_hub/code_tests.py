@@ -188,6 +188,8 @@ def _asserts(texts: list[str]) -> list[CodeTest]:
         if all(isinstance(statement, _SETUP) for statement in body):
             setup.append(text)
             continue
+        if not any(isinstance(part, ast.Assert) for part in ast.walk(ast.Module(body, []))):
+            raise LabelError(f"the test {text!r:.80} has no assert statement")
         before = "\n".join(setup)
         if all(isinstance(statement, ast.Assert) for statement in body):
             tests += [_assert_test(before, cast(ast.Assert, statement).test) for statement in body]

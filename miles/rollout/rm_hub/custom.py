@@ -8,6 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from miles.core.plugins import describe_error, is_async, load_function
 from miles.core.samples import reward_value
 from miles.errors import HookError
 from miles.rollout.rm_hub.reward_errors import RewardTimeoutError
@@ -27,8 +28,6 @@ class CustomReward:
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:
-        from miles.core.plugins import is_async, load_function
-
         self.path, self.timeout_s = path, timeout_s
         self._function: Callable[..., Any] = load_function(path)
         self._is_async = is_async(self._function)
@@ -46,7 +45,7 @@ class CustomReward:
         except HookError:
             raise
         except Exception as error:
-            raise HookError(self.path, f"raised {type(error).__name__} on {name}: {error}") from error
+            raise HookError(self.path, f"on {name}: {describe_error(error)}") from error
 
     async def _in_loop(self, begin: Callable[[], Awaitable[Any]], name: str) -> Any:
         job = self._loop.start(begin)

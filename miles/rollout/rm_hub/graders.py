@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol, runtime_checkable
 
 from miles.core.samples import Sample
@@ -63,9 +64,11 @@ class ExactGrader(NothingToEnd):
 
 
 def label_text(label: Any) -> str:
-    """A label as stripped text. Raises LabelError when there is none, or it is a list or an object."""
+    """A label as stripped text. Raises LabelError when there is none, or it is NaN, a list or an object."""
     if isinstance(label, list | dict):
         raise LabelError(f"the label is {type(label).__name__}, and a string or a number is wanted")
+    if isinstance(label, float) and math.isnan(label):
+        raise LabelError("the label is NaN, as tables write a missing one")
     text = "" if label is None else str(label).strip()
     if not text:
         raise LabelError("the row has no label" if label is None else "the label is empty")

@@ -12,7 +12,7 @@ from miles.errors import HookError, TrainingError
 from miles.rollout.groups import excerpt
 
 _SHOWN = 3
-_SHOWN_CHARS = 300
+_SHOWN_CHARS = 500
 
 
 class RewardTimeoutError(HookError):
@@ -63,7 +63,7 @@ class RewardErrors:
             return
         step.errors += len(samples)
         if len(step.shown) < _SHOWN:
-            text = " ".join(str(error).split())[:_SHOWN_CHARS]
+            text = "\n      ".join(line.strip() for line in str(error)[:_SHOWN_CHARS].splitlines())
             step.shown.append(f"sample {samples[0].index}, prompt {excerpt(samples[0])!r}: {text}")
         calls = max(step.calls, step.expected)
         if step.errors > self._max_rate * calls:

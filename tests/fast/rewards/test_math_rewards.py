@@ -7,8 +7,8 @@ import pytest
 
 from miles.config.load import read
 from miles.core.samples import Sample
-from miles.rollout.rm_hub import RewardHub
 from miles.rollout.rm_hub.graders import LabelError
+from miles.rollout.rm_hub.hub import RewardHub
 from miles.rollout.rm_hub.labels import label_problem
 from miles.rollout.rm_hub.math_rewards import DapoGrader, DeepscalerGrader, GemmaMathGrader, MathGrader
 

@@ -102,7 +102,7 @@ def test_an_error_fails_whatever_is_allowed(capsys):
     assert "errors    1" in out
     assert "stored 1, now an error: --rm-type exact: sample 2 (group None): the row has no label" in out
     out = check(write(row("a", "b", 1)), "--custom-rm-path", "rewards_of_check.breaks", status=1, capsys=capsys).out
-    assert "raised ZeroDivisionError on sample 1" in out
+    assert "on sample 1 (group None): raised ZeroDivisionError" in out
 
 
 def test_rows_may_name_their_reward(capsys):

@@ -8,8 +8,8 @@ import pytest
 
 from miles.core.samples import Sample
 from miles.errors import HookError, TrainingError
-from miles.rollout.rm_hub import RewardHub
 from miles.rollout.rm_hub.alarms import ConstantRewardAlarm
+from miles.rollout.rm_hub.hub import RewardHub
 
 FUNCTIONS = """
 import asyncio

@@ -7,7 +7,7 @@ import pytest
 from miles.config.reward_types import REWARD_TYPES
 from miles.core.samples import Sample
 from miles.errors import ConfigError, DataError, HookError
-from miles.rollout.rm_hub import REWARDS, RewardHub
+from miles.rollout.rm_hub.hub import REWARDS, RewardHub
 
 FUNCTIONS = """
 import asyncio
@@ -182,7 +182,7 @@ def test_a_path_that_does_not_import_fails_before_any_sample(make_hub):
 @pytest.mark.parametrize(
     ("function", "settings", "problem"),
     [
-        ("raises", {}, "rewards_of_test.raises: raised ZeroDivisionError on sample 7 (group 3): no way"),
+        ("raises", {}, "rewards_of_test.raises: on sample 7 (group 3): raised ZeroDivisionError: no way\n    at "),
         ("nan", {}, "on sample 7 (group 3): the reward is nan; return a finite number"),
         ("nothing", {}, "the reward is None; return a number"),
         ("text", {}, "the reward is the text '1.0', not a number"),

@@ -11,7 +11,7 @@ from miles.core.hook_args import HookArgs
 from miles.core.run_facts import RunFacts
 from miles.core.samples import Sample
 from miles.errors import ConfigError, DataError, HookError
-from miles.rollout.rm_hub import RewardHub
+from miles.rollout.rm_hub.hub import RewardHub
 from miles.utils.http_utils import aclose
 
 

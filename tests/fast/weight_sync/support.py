@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from miles.backends.torch_engine.payload import SharedMemoryCodec
 from miles.backends.training_utils.parity import ParityBounds
-from miles.backends.weight_sync.probes import check_probes, probe_sequences
+from miles.backends.weight_sync.probes import check_probes, probe_sequences, score_on_engine
 from miles.backends.weight_sync.publisher import ProofPlan, Publisher
 from miles.backends.weight_sync.transports import build_transport
 from miles.core.run_facts import EngineEndpoint
@@ -87,9 +87,16 @@ class TrainerWeights:
         self.learned = False
         return self.forge(sent)
 
+    async def ask_probes(self, engine):
+        self.probed = await score_on_engine(engine, self.probes(), 0.7)
+
     async def check_probes(self, engine, version):
-        sequences = probe_sequences(3, self.model.config.vocab_size, 64)
-        return await check_probes(engine, self.score, sequences, temperature=0.7, bounds=BOUNDS, version=version)
+        return check_probes(
+            engine, self.probed, self.score, self.probes(), temperature=0.7, bounds=BOUNDS, version=version
+        )
+
+    def probes(self):
+        return probe_sequences(3, self.model.config.vocab_size, 64)
 
     def close(self):
         for transport in self._transports.values():
@@ -108,7 +115,7 @@ class Placed:
     def for_rollout(self):
         return nullcontext()
 
-    for_training = for_weight_sync = for_rollout
+    for_training = for_weight_sync = for_scoring = for_rollout
 
 
 async def register(engine, router):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from miles.backends.weight_sync.probes import check_probes, probe_sequences
+from miles.backends.weight_sync.probes import check_probes, probe_sequences, score_on_engine
 from miles.backends.weight_sync.publisher import ProofPlan, Publisher
 from miles.core.run_facts import EngineEndpoint, RouterEndpoint
 from miles.errors import ParityError, StalledError, WeightSyncError
@@ -152,8 +152,9 @@ def test_the_probes_fail_and_name_the_cause(servers, folder, fault, cause):
         if fault == "stale weights":
             source.learn()
             source.learn()
+        theirs = await score_on_engine(engine, sequences, 0.7)
         with pytest.raises(ParityError, match=cause):
-            await check_probes(engine, score, sequences, temperature=0.7, bounds=BOUNDS, version=1)
+            check_probes(engine, theirs, score, sequences, temperature=0.7, bounds=BOUNDS, version=1)
 
     story(servers, source, tell)
 

@@ -45,6 +45,7 @@ OURS = frozenset(
         "use_ray",
         "tokenizer_worker_num",
         "device",
+        "skip_server_warmup",
     ]
 )
 """Server arguments that Miles sets, or that would break what it relies on."""

@@ -14,6 +14,7 @@ from miles.config.checks import length_issues
 from miles.config.checks_gpu import GPU_CHECKS
 from miles.config.checks_precision import PRECISION_CHECKS
 from miles.config.known import Check, run_checks
+from miles.config.preflight_rows import first_rows_fit
 from miles.config.resources import (
     machine_cores,
     needs_engines,
@@ -297,7 +298,7 @@ def _data_file(setting: str, path: str, prefix: str) -> Iterator[Issue]:
     file = Path(split_slice(path)[0])
     rows = "a .jsonl file with one JSON object a line, or a .parquet file"
     if not file.exists():
-        rows_wanted = "take rows a to b with FILE@[a:b]" if "@[" in file.name else ""
+        rows_wanted = "take rows a to b with FILE@[a:b], whole numbers and no step" if "@[" in file.name else ""
         fix = rows_wanted or f"check the path; the current folder is {Path.cwd()}"
         yield Issue(setting, f"{prefix}{path}: no such file", fix)
     elif not file.is_file():
@@ -343,6 +344,7 @@ PREFLIGHT: tuple[Check, ...] = (
     chat_template_exists,
     lengths_fit_the_model,
     prompts_exist,
+    first_rows_fit,
     eval_data_exists,
     checkpoint_is_complete,
     checkpoints_can_be_written,

@@ -128,7 +128,9 @@ def _leaf(path: str, field: FieldInfo) -> Leaf:
         type_name=shape.name,
         optional=shape.optional,
         choices=shape.choices,
-        bounds=_bounds_in_words(shape.bounds, integer=shape.name == "int"),
+        bounds=f"as in {shape.pattern}"
+        if shape.pattern
+        else _bounds_in_words(shape.bounds, integer=shape.name == "int"),
         required=field.is_required(),
         default=None if field.is_required() else field.get_default(call_default_factory=True, validated_data={}),
         doc=" ".join((field.description or "").split()),
@@ -146,6 +148,7 @@ class _Shape:
         self.optional = False
         self.choices: tuple[str, ...] = ()
         self.bounds: list[Any] = []
+        self.pattern = ""
         self._add_marks(tuple(field.metadata))
         self.name = self._read(field.annotation)
 
@@ -170,6 +173,8 @@ class _Shape:
                 self._add_marks(tuple(mark.metadata))
             elif isinstance(mark, Ge | Gt | Le | Lt):
                 self.bounds.append(mark)
+            elif pattern := getattr(mark, "pattern", None):
+                self.pattern = str(pattern)
 
 
 def _bounds_in_words(bounds: list[Any], *, integer: bool) -> str:

@@ -31,11 +31,12 @@ class Waiting:
     def out(self, tensors: Iterable[Tensor]) -> None:
         """Copy the memory of `tensors` to the CPU, and free it on the device. Does nothing when it is out already.
 
-        Host memory is pinned, for speed, and kept for the next time.
+        Host memory is pinned, for speed, and kept for the next time. Memory that is not torch's own, as a CPU run maps from
+        the model's files, stays where it is.
         """
         if self.is_out:
             return
-        storages = {s._cdata: s for s in map(_storage, tensors) if s.nbytes()}
+        storages = {s._cdata: s for s in map(_storage, tensors) if s.nbytes() and s.resizable()}
         for key, storage in storages.items():
             host = self._host.get(key)
             if host is None or host.numel() != storage.nbytes():

@@ -228,3 +228,9 @@ def test_hooks_of_datasets_are_checked_at_start(monkeypatch):
     paths = [issue.path for issue in caught.value.issues]
     assert any(p.startswith("eval.datasets.0.custom_rm_path os.path.nothing") for p in paths)
     assert any(p.startswith("eval.datasets.0.custom_generate_function_path os.path.join") for p in paths)
+
+
+def test_a_dataset_name_that_is_no_folder_name_is_told_what_is_wanted():
+    (found,) = problems(*OK, "--eval-interval", "1", "--eval.datasets", "{name: a/b, path: a.jsonl}")
+    assert "got 'a/b'" in found
+    assert "give text, as in ^[A-Za-z0-9_]" in found

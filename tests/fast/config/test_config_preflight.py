@@ -128,7 +128,9 @@ def test_a_weight_file_as_the_library_writes_it_passes(files):
 
 
 def test_rows_of_a_file_that_are_named_wrongly_get_the_form(files):
-    assert only(files.argv("--prompt-data", f"{files.prompts}@[2]")).endswith("take rows a to b with FILE@[a:b]")
+    assert only(files.argv("--prompt-data", f"{files.prompts}@[2]")).endswith(
+        "take rows a to b with FILE@[a:b], whole numbers and no step"
+    )
 
 
 def test_reference_model_needs_no_tokenizer_but_weights(files):
@@ -340,3 +342,17 @@ def test_a_folder_cannot_ask_for_a_checkpoint(files):
         f"checkpoint.save_trigger_sentinel: {files.root} is a folder -> --save-trigger-sentinel FILE"
     )
     assert problems(files.argv("--save-trigger-sentinel", str(files.root / "save-now"))) == []
+
+
+def test_the_first_row_of_each_prompt_file_is_looked_at_before_anything_starts(files):
+    path = files.root / "rows.jsonl"
+    path.write_text('\n{"prompt": "1+1", "answer": "2"}\nnot looked at\n')
+    (found,) = problems(files.argv("--prompt-data", str(path), "--input-key", "promt", "--label-key", "answer"))
+    assert found == (
+        f"data.input_key: {path}:2: the row has no 'promt', only 'prompt', 'answer' -> did you mean --input-key prompt?"
+    )
+    (found,) = problems(files.argv("--prompt-data", str(path), "--input-key", "prompt", "--label-key", "gold"))
+    assert found.startswith(f"data.label_key: {path}:2: the row has no 'gold', only 'prompt', 'answer'")
+    assert problems(files.argv("--prompt-data", f"{path}@[1:]", "--input-key", "promt")) == []
+    path.write_text("[1]\n")
+    assert only(files.argv("--prompt-data", str(path))).startswith(f"data.prompt_data: {path}:1: holds a JSON array")

@@ -162,7 +162,7 @@ def test_a_label_that_the_given_check_refuses_stops_with_its_line(write):
         path, label_key="label", label_problem=lambda label, _: None if label.isdigit() else "is no number"
     )
     assert error.line == 2
-    assert "the label 'four' is no number" in str(error)
+    assert ":2: is no number\n" in str(error)
 
 
 def test_a_prompt_that_fills_the_context_is_an_error_with_both_lengths_and_the_flag(write, tokenizer):

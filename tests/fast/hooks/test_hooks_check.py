@@ -179,7 +179,7 @@ def test_a_right_hook_has_nothing_to_mend(name, flag):
             "raw_only",
             "--custom-reward-post-process-path",
             "12 samples in 3 groups",
-            "failed with",
+            "not iterable",
             "(raw, normalised)",
         ),
         ("divides", "--custom-reward-post-process-path", "12 samples in 3 groups", "not finite", "(raw, normalised)"),

@@ -5,7 +5,7 @@ import pytest
 
 from miles.core.samples import Sample
 from miles.errors import HookError
-from miles.rollout.filter_hub.base_types import DynamicFilterOutput, DynamicFilters
+from miles.rollout.filter_hub.base_types import DynamicFilterOutput, DynamicFilters, call_dynamic_filter
 from miles.rollout.filter_hub.dynamic_sampling_filters import (
     check_no_aborted,
     check_response_length,
@@ -137,3 +137,14 @@ def test_of_several_filters_the_first_that_drops_a_group_names_the_reason():
 def test_a_filter_that_does_not_exist_is_named_when_filters_are_loaded():
     with pytest.raises(HookError, match="check_rewards_nonzero"):
         DynamicFilters([f"{HUB}.check_rewards_nonzero"])
+
+
+@pytest.mark.parametrize("returned", ["drop", 0, [], None, DynamicFilterOutput(keep="no")])
+def test_a_filter_that_returns_neither_true_nor_false_is_an_error(returned):
+    with pytest.raises(HookError, match=r"my\.filter: the dynamic filter returned .*\n    fix: return"):
+        asyncio.run(call_dynamic_filter(lambda args, group: returned, "my.filter", ARGS, [rewarded(0, 1.0)]))
+
+
+def test_a_filter_that_raises_is_named_with_its_line():
+    with pytest.raises(HookError, match=r"the dynamic filter raised KeyError: 'x'\n    at .*\{\}\[\"x\"\]"):
+        asyncio.run(call_dynamic_filter(lambda args, group: {}["x"], "my.filter", ARGS, [rewarded(0, 1.0)]))

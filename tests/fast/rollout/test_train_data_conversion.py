@@ -175,7 +175,7 @@ def test_the_post_process_hook_replaces_the_normalisation():
 
 @pytest.mark.parametrize(
     ("returned", "message"),
-    [(([1.0], [1.0] * 4), "returned 1 raw rewards for 4 samples"), (None, "TypeError")],
+    [(([1.0], [1.0] * 4), "returned 1 raw rewards for 4 samples"), (None, "returned None")],
 )
 def test_a_post_process_hook_that_returns_nonsense_is_named(returned, message):
     with pytest.raises(HookError, match=f"my.hook: .*{message}"):
@@ -259,3 +259,8 @@ def test_notes_for_the_trainers_hooks_are_a_column_when_any_sample_has_one():
 def test_an_empty_rollout_is_an_error():
     with pytest.raises(TrainingError, match="no sample"):
         to_train_batch([])
+
+
+def test_a_post_process_hook_that_raises_is_named_with_its_line():
+    with pytest.raises(HookError, match=r"my\.hook: raised ZeroDivisionError.*\n    at .*1 // 0"):
+        to_train_batch(two_groups(), reward_post_process=lambda s: 1 // 0, reward_post_process_path="my.hook")

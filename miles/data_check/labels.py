@@ -11,6 +11,7 @@ from miles.core.samples import Sample
 from miles.errors import DataError
 from miles.rollout.rm_hub.graders import LabelError
 from miles.rollout.rm_hub.hub import RewardHub
+from miles.rollout.rm_hub.labels import reward_type_problem
 
 ANSWER = r"\boxed{0}"
 """What is graded: any answer does, since a label that cannot be read is an error whatever the answer is."""
@@ -30,13 +31,16 @@ async def label_problems(
 
     async def look(line: int, label: Any, metadata: dict[str, Any]) -> None:
         nonlocal looked_at
+        looked_at += 1
+        if problem := reward_type_problem(metadata.get("rm_type") or args.rm_type):
+            problems.append(DataError(path, problem, "mend or remove the row", line=line))
+            return
         try:
             await hub.grade(Sample(response=ANSWER, label=label, metadata=metadata))
         except DataError as error:
             if not isinstance(error.__cause__, LabelError):
                 raise
-            problems.append(DataError(path, f"the label {label!r:.80}: {error.__cause__}", error.fix, line=line))
-        looked_at += 1
+            problems.append(DataError(path, str(error.__cause__), error.fix, line=line))
 
     waiting = iter(labels)
     try:

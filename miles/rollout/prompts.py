@@ -140,7 +140,8 @@ def _render(row: PromptRow, format: PromptFormat, tokenizer: PreTrainedTokenizer
     try:
         return render(tokenizer, messages, format.template_kwargs, row.tools)
     except ValueError as error:
-        raise DataError(row.path, str(error), "mend the row, or use another template", line=row.line) from error
+        fix = "mend the row, or use another template: --chat-template-path FILE.jinja"
+        raise DataError(row.path, str(error), fix, line=row.line) from error
 
 
 def fits(row: PromptRow, length: int, format: PromptFormat) -> bool:

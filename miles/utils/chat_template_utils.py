@@ -34,9 +34,7 @@ def render(
     import jinja2
 
     if not tokenizer.chat_template:
-        raise ValueError(
-            "the tokenizer has no chat template, which a list of messages needs; pass --chat-template-path"
-        )
+        raise ValueError("the tokenizer has no chat template, which messages need; pass --chat-template-path")
     kwargs = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
     if tools:
         kwargs["tools"] = list(tools)

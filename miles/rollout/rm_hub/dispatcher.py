@@ -12,10 +12,7 @@ one byte on a socket from `submit`, `close` and the processes.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
-import json
 import logging
 import math
 import selectors
@@ -23,10 +20,10 @@ import socket
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 from miles.errors import HookError, MilesError
+from miles.rollout.rm_hub.jobs import Counters, Job, Outcome, Results, next_job
 from miles.rollout.rm_hub.nursery import Nursery, Worker, WorkerSettings
 from miles.rollout.rm_hub.worker import WALL_FACTOR
 
@@ -40,40 +37,6 @@ _LATE_S = 0.005
 _MOST_AHEAD = 32
 _USUAL_SHARE = 0.05
 _USUAL_SLICES = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of a job. `value` is None when the worker was killed or died."""
-
-    value: Any = None
-    timed_out: bool = False
-    crashed: bool = False
-    """The job ended its worker twice, or the pool was closed."""
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """One call: its arguments as JSON, and the future that awaits it."""
-
-    args: str
-    future: asyncio.Future[Outcome] | concurrent.futures.Future[Outcome]
-    attempts: int = 0
-    number: int = 0
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start."""
-
-    timeouts: int = 0
-    crashes: int = 0
-    slowed: int = 0
-    """Jobs that others were let past."""
-    restarts: int = 0
-    """Slow jobs that were ended to begin anew."""
-    cpu_s: float = 0.0
-    """Processor seconds of the workers' jobs, those that were killed included."""
 
 
 class Dispatcher:
@@ -93,7 +56,7 @@ class Dispatcher:
         self._nursery: Nursery | None = None
         self._numbers = 0
         self._usual_s = 0.001
-        self._settled: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Outcome], Any]]] = {}
+        self._results = Results()
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
@@ -171,7 +134,7 @@ class Dispatcher:
             self._queue.append(self._inbox.popleft())
         self._look_at_clock()
         self._hand_out()
-        self._tell()
+        self._results.tell()
 
     def _hear_nursery(self, nursery: Nursery) -> None:
         if nursery is not self._nursery:
@@ -222,12 +185,12 @@ class Dispatcher:
         worker.cpu_s += reply["cpu_s"]
         self.counters.cpu_s += reply["cpu_s"]
         if "raised" in reply:
-            self._settle(job, HookError(self.settings.function, f"raised {reply['raised']}"))
+            self._results.settle(job, HookError(self.settings.function, f"raised {reply['raised']}"))
         else:
-            self._settle(job, Outcome(value=reply["value"]))
+            self._results.settle(job, Outcome(value=reply["value"]))
         if worker.is_slow and not worker.jobs:
-            if (next_job := _next(self._slow_queue)) is not None:
-                self._give(worker, next_job)
+            if (following := next_job(self._slow_queue)) is not None:
+                self._give(worker, following)
             else:
                 self._kill(worker)  # the kernel lets nobody undo its slowness
 
@@ -273,7 +236,7 @@ class Dispatcher:
         self.counters.timeouts += 1
         self.counters.cpu_s += min(now - worker.head_since, self.timeout_s)
         logger.warning("%s took longer than %g s; its worker was killed", self.settings.function, self.timeout_s)
-        self._settle(worker.jobs.popleft(), Outcome(timed_out=True))
+        self._results.settle(worker.jobs.popleft(), Outcome(timed_out=True))
         self._kill(worker)
 
     def _others_wait(self, worker: Worker) -> bool:
@@ -305,7 +268,7 @@ class Dispatcher:
         if not self._nursery.is_ready:
             return
         slow = sum(worker.is_slow for worker in self._workers.values())
-        while slow < self._most_slow and (job := _next(self._slow_queue)) is not None:
+        while slow < self._most_slow and (job := next_job(self._slow_queue)) is not None:
             if (worker := self._fork()) is None:
                 self._slow_queue.appendleft(job)
                 return
@@ -333,7 +296,7 @@ class Dispatcher:
                     continue
                 if worker.jobs and worker.head_since < late:
                     continue  # what it has in hand may take long
-                if (job := _next(self._queue)) is None:
+                if (job := next_job(self._queue)) is None:
                     break
                 busy += not worker.jobs
                 self._give(worker, job, flush=False)
@@ -406,7 +369,7 @@ class Dispatcher:
                 logger.warning(
                     "%s ended its worker process %d times on the same job", self.settings.function, _ATTEMPTS
                 )
-                self._settle(job, Outcome(crashed=True))
+                self._results.settle(job, Outcome(crashed=True))
         self._kill(worker)
 
     def _lose_nursery(self) -> None:
@@ -420,7 +383,7 @@ class Dispatcher:
     def _fail_all(self, error: MilesError) -> None:
         """No worker can be had: every job ends with the reason; a later one tries again."""
         for job in (*self._queue, *self._slow_queue):
-            self._settle(job, error)
+            self._results.settle(job, error)
         self._queue.clear()
         self._slow_queue.clear()
         nursery, self._nursery = self._nursery, None
@@ -432,8 +395,8 @@ class Dispatcher:
         crashed = Outcome(crashed=True)
         jobs = [job for worker in self._workers.values() for job in worker.jobs]
         for job in (*jobs, *self._queue, *self._slow_queue, *self._inbox):
-            self._settle(job, crashed)
-        self._tell()
+            self._results.settle(job, crashed)
+        self._results.tell()
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
@@ -442,45 +405,3 @@ class Dispatcher:
         self._selector.close()
         self._wake.close()
         self._woken.close()
-
-    # -- results
-
-    def _settle(self, job: Job, result: Outcome | MilesError) -> None:
-        if isinstance(job.future, asyncio.Future):
-            self._settled.setdefault(job.future.get_loop(), []).append((job.future, result))
-        elif job.future.set_running_or_notify_cancel():
-            _set(job.future, result)
-
-    def _tell(self) -> None:
-        """Tell each event loop all its results at once."""
-        for loop, results in self._settled.items():
-            with contextlib.suppress(RuntimeError):  # the loop was closed, nobody waits
-                loop.call_soon_threadsafe(_set_all, results)
-        self._settled = {}
-
-
-def _set_all(results: list[tuple[asyncio.Future[Outcome], Outcome | MilesError]]) -> None:
-    for future, result in results:
-        if not future.done():
-            _set(future, result)
-
-
-def _set(future: Any, result: Outcome | MilesError) -> None:
-    if isinstance(result, Outcome):
-        future.set_result(result)
-    else:
-        future.set_exception(result)
-
-
-def _next(queue: deque[Job]) -> Job | None:
-    """The first job that somebody still waits for, taken out."""
-    while queue:
-        job = queue.popleft()
-        if not job.future.cancelled():
-            return job
-    return None
-
-
-def as_json(args: tuple[Any, ...]) -> str:
-    """Arguments as one line of JSON. Raises TypeError or ValueError for what JSON cannot hold."""
-    return json.dumps(args)

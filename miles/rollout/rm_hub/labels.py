@@ -28,11 +28,16 @@ def label_check(args: Any) -> Callable[[Any, dict[str, Any]], str | None] | None
         rm_type = metadata.get("rm_type") or args.rm_type
         if rm_type is None:
             return None
-        if not isinstance(rm_type, str) or not is_reward_type(rm_type):
-            return f"there is no built-in reward {rm_type!r:.80}: {known_reward_types(str(rm_type))}"
-        return label_problem(rm_type, label, metadata)
+        return reward_type_problem(rm_type) or label_problem(rm_type, label, metadata)
 
     return check
+
+
+def reward_type_problem(rm_type: Any) -> str | None:
+    """What is wrong with the name of a reward that a row gives; None when it is one."""
+    if isinstance(rm_type, str) and is_reward_type(rm_type):
+        return None
+    return f"there is no built-in reward {rm_type!r:.80}: {known_reward_types(str(rm_type))}"
 
 
 def label_problem(rm_type: str, label: Any, metadata: dict[str, Any] | None = None) -> str | None:

@@ -8,7 +8,8 @@ from functools import cmp_to_key
 
 from miles.rollout.rm_hub.math_numbers import Irrational, NoValue, TooLarge, exact, numeric
 from miles.rollout.rm_hub.math_parser import Node
-from miles.rollout.rm_hub.math_reader import as_pieces, stated_value
+from miles.rollout.rm_hub.math_reader import stated_value
+from miles.rollout.rm_hub.math_reals import as_pieces
 from miles.rollout.rm_hub.math_scalars import Expression, expressions_equal, infinity_sign, proportional
 from miles.rollout.rm_hub.math_units import PERCENT
 from miles.rollout.rm_hub.math_values import (

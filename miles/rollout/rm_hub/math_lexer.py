@@ -8,6 +8,20 @@ from fractions import Fraction
 from typing import Literal
 
 from miles.rollout.rm_hub.math_units import is_unit_name
+from miles.rollout.rm_hub.math_vocabulary import (
+    BRACKET_COMMANDS,
+    DROPPED_COMMANDS,
+    FUNCTION_ALIASES,
+    FUNCTIONS,
+    GREEK_LETTERS,
+    NAMED_SYMBOLS,
+    OPERATOR_COMMANDS,
+    PROSE_WORDS,
+    STRUCTURE_COMMANDS,
+    TEXT_COMMANDS,
+    UNICODE_AS_LATEX,
+    USUAL_SYMBOLS,
+)
 
 MAX_LENGTH = 1000
 MAX_TOKENS = 400
@@ -36,164 +50,6 @@ class Token:
     value: Fraction | None = None
     spaced: bool = False
 
-
-FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "ln",
-        "log",
-        "lg",
-        "exp",
-        "sqrt",
-        "abs",
-        "floor",
-        "ceil",
-        "min",
-        "max",
-        "gcd",
-        "lcm",
-    ]
-)
-_FUNCTION_ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "cbrt": "cbrt"}
-_GREEK = frozenset(
-    [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "varepsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "vartheta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "upsilon",
-        "phi",
-        "varphi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Xi",
-        "Sigma",
-        "Phi",
-        "Psi",
-        "Omega",
-        "ell",
-    ]
-)
-_OPERATORS = {
-    "cdot": "*", "times": "*", "ast": "*", "div": "/", "pm": "±", "mp": "∓", "le": "≤", "leq": "≤", "leqslant": "≤",
-    "ge": "≥", "geq": "≥", "geqslant": "≥", "lt": "<", "gt": ">", "ne": "≠", "neq": "≠", "in": "∈", "cup": "∪",
-    "cap": "∩", "setminus": "∖", "backslash": "∖", "mid": "|", "vert": "|", "lvert": "|", "rvert": "|", "colon": ":",
-    "lor": "or", "vee": "or", "wedge": "and", "land": "and", "approx": "≈",
-}  # fmt: skip
-_NAMES = {"pi": "pi", "infty": "oo", "emptyset": "∅", "varnothing": "∅", "imath": "i"}
-_BRACKETS = {"lfloor": ("open", "⌊"), "rfloor": ("close", "⌋"), "lceil": ("open", "⌈"), "rceil": ("close", "⌉"),
-             "langle": ("open", "⟨"), "rangle": ("close", "⟩"), "lbrace": ("open", "S{"), "rbrace": ("close", "S}")}  # fmt: skip
-_DROPPED = frozenset(
-    [
-        "angle",
-        "triangle",
-        "left",
-        "right",
-        "big",
-        "Big",
-        "bigg",
-        "Bigg",
-        "bigl",
-        "bigr",
-        "Bigl",
-        "Bigr",
-        "biggl",
-        "biggr",
-        "Biggl",
-        "Biggr",
-        "displaystyle",
-        "textstyle",
-        "limits",
-        "nolimits",
-        "quad",
-        "qquad",
-        "hspace",
-        "mathstrut",
-    ]
-)
-_TEXT = frozenset(
-    [
-        "text",
-        "textbf",
-        "textrm",
-        "textit",
-        "textnormal",
-        "mbox",
-        "mathrm",
-        "mathbf",
-        "mathit",
-        "mathsf",
-        "rm",
-        "bf",
-        "operatorname",
-    ]
-)
-_KNOWN_COMMANDS = frozenset({"over", "frac", "binom", "sqrt", "begin", "end", "overline", "circ", "mathbb"})
-_USUAL_SYMBOLS = frozenset("abcdkmnpqrstuvxyzABC")
-_PROSE = frozenset(
-    [
-        "am",
-        "pm",
-        "yes",
-        "no",
-        "true",
-        "false",
-        "none",
-        "even",
-        "odd",
-        "dne",
-        "all",
-        "is",
-        "not",
-        "the",
-        "of",
-        "to",
-        "it",
-        "if",
-        "never",
-        "always",
-    ]
-)
-_UNICODE = str.maketrans(
-    {
-        "−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "±": "±", "∓": "∓", "≤": "≤", "≥": "≥",
-        "≠": "≠", "∞": r"\infty ", "π": r"\pi ", "√": " sqrt ", "∪": "∪", "∈": "∈", "∅": r"\emptyset ", "°": r"^\circ ",
-        "′": "'", "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-        "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "∨": " or ", "ℝ": r"\mathbb{R}", "，": ",", "（": "(", "）": ")",
-        "θ": r"\theta ", "∖": "∖", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "£": "", "€": "", "¥": "",
-    }
-)  # fmt: skip
 
 _TOKEN = re.compile(
     r"""(?P<space>(?:\s|~|\\[,;:!>\ ])+)
@@ -237,7 +93,7 @@ def prepared(text: str) -> str:
     """
     if len(text) > MAX_LENGTH:
         raise NotRead("it is too long")
-    text = _SPACE.sub(" ", text.translate(_UNICODE))
+    text = _SPACE.sub(" ", text.translate(UNICODE_AS_LATEX))
     if r"\overline" in text or r"\bar" in text:
         text = _REPEATING.sub(_as_fraction, text)
     text = _SPACED_THOUSANDS.sub(lambda found: _NOT_DIGITS.sub("", found.group()), text)
@@ -315,23 +171,23 @@ def _escaped(char: str, spaced: bool) -> Token:
 
 def _command(found: list[Token], text: str, position: int, name: str, spaced: bool) -> int:
     """Append what a LaTeX command means; the position after it and the text that it takes."""
-    if name in _DROPPED:
+    if name in DROPPED_COMMANDS:
         return position
-    if name in _TEXT or name in ("mathbb", "begin", "end"):
+    if name in TEXT_COMMANDS or name in ("mathbb", "begin", "end"):
         return _command_with_text(found, text, position, name, spaced)
     if name in FUNCTIONS and name != "sqrt":
         found.append(Token("function", name, spaced=spaced))
-    elif name in _OPERATORS:
-        sign = _OPERATORS[name]
+    elif name in OPERATOR_COMMANDS:
+        sign = OPERATOR_COMMANDS[name]
         found.append(Token("sep" if sign in ("or", "and") else "op", sign, spaced=spaced))
-    elif name in _NAMES:
-        found.append(Token("name", _NAMES[name], spaced=spaced))
-    elif name in _GREEK:
+    elif name in NAMED_SYMBOLS:
+        found.append(Token("name", NAMED_SYMBOLS[name], spaced=spaced))
+    elif name in GREEK_LETTERS:
         found.append(Token("name", name, spaced=spaced))
-    elif name in _BRACKETS:
-        kind, sign = _BRACKETS[name]
+    elif name in BRACKET_COMMANDS:
+        kind, sign = BRACKET_COMMANDS[name]
         found.append(Token("open" if kind == "open" else "close", sign, spaced=spaced))
-    elif name in _KNOWN_COMMANDS:
+    elif name in STRUCTURE_COMMANDS:
         found.append(Token("command", name, spaced=spaced))
     else:
         raise Unknown(f"\\{name} is not known")
@@ -399,21 +255,21 @@ def _is_product(word: str) -> bool:
 
 def _before_product(word: str) -> tuple[str, ...]:
     """Kinds of token after which, with a space between, such a run is a word after all: `12 men`, but not `3 xy`."""
-    return () if len(word) == 2 and set(word) <= _USUAL_SYMBOLS else ("number", "name", "}")
+    return () if len(word) == 2 and set(word) <= USUAL_SYMBOLS else ("number", "name", "}")
 
 
 def _words(found: list[Token], word: str, spaced: bool) -> None:
     """A run of plain letters: a function, a constant, a connecting word, a unit, a product of symbols, or prose."""
     lowered = word.casefold()
-    if lowered in _PROSE:
+    if lowered in PROSE_WORDS:
         found.append(Token("word", word, spaced=spaced))
-    elif word in FUNCTIONS or word in _FUNCTION_ALIASES:
-        found.append(Token("function", _FUNCTION_ALIASES.get(word, word), spaced=spaced))
+    elif word in FUNCTIONS or word in FUNCTION_ALIASES:
+        found.append(Token("function", FUNCTION_ALIASES.get(word, word), spaced=spaced))
     elif lowered in ("and", "or"):
         found.append(Token("sep", lowered, spaced=True))
     elif lowered in ("infinity", "inf", "infty"):
         found.append(Token("name", "oo", spaced=spaced))
-    elif word in ("pi", *_GREEK) or (
+    elif word in ("pi", *GREEK_LETTERS) or (
         len(word) == 1 and not (found and found[-1].kind == "number" and spaced and is_unit_name(word))
     ):
         found.append(Token("name", word, spaced=spaced))

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from miles.rollout.rm_hub.math_lexer import NotRead, Token, Unknown, prepared, thousands_removed, tokens_of
-from miles.rollout.rm_hub.math_numbers import Irrational, NoValue, TooLarge, exact
 from miles.rollout.rm_hub.math_parser import parse_scalar
+from miles.rollout.rm_hub.math_reals import real_line, set_of_reals, without_points
 from miles.rollout.rm_hub.math_relations import inequality_pieces, relation
-from miles.rollout.rm_hub.math_scalars import Expression, expressions_equal, infinity_sign, roughly_equal
+from miles.rollout.rm_hub.math_scalars import Expression, expressions_equal, roughly_equal
+from miles.rollout.rm_hub.math_structure import at_top, depths, joined, split_at
 from miles.rollout.rm_hub.math_unit_reader import without_unit
 from miles.rollout.rm_hub.math_values import (
     Choice,
@@ -68,12 +69,12 @@ def _read(text: str) -> tuple[Value, ...]:
         return (Choice(choice["letter"], None),)
     if "≈" in text or r"\approx" in text:
         return _approximated(text)
-    joined = thousands_removed(text)
-    if joined == text or any(opening in text for opening in ("(", "[", r"\{")):
-        if joined != text and ", " in text:
-            text = joined
+    ungrouped = thousands_removed(text)
+    if ungrouped == text or any(opening in text for opening in ("(", "[", r"\{")):
+        if ungrouped != text and ", " in text:
+            text = ungrouped
         return (_value(tokens_of(text)),)
-    return (_value(tokens_of(joined)), *_ungrouped(text))
+    return (_value(tokens_of(ungrouped)), *_ungrouped(text))
 
 
 def _approximated(text: str) -> tuple[Value, ...]:
@@ -108,78 +109,38 @@ def _ungrouped(text: str) -> list[Value]:
 
 
 def _value(tokens: Sequence[Token]) -> Value:
-    tokens = _joined(tokens)
+    tokens = joined(tokens)
     if not tokens:
         raise NotRead("there is nothing")
     if (words := _words(tokens)) is not None:
         return words
-    parts, signs = _split(tokens, lambda token: token.kind == "sep")
+    parts, signs = split_at(tokens, lambda token: token.kind == "sep")
     if len(parts) > 1:
         return _listed(parts, signs)
-    if any(token.text in ("∪", "∖") for token in _top(tokens)):
+    if any(token.text in ("∪", "∖") for token in at_top(tokens)):
         return _union(tokens)
-    if any(token.kind == "op" and token.text == "∈" for token in _top(tokens)):
-        parts, _ = _split(tokens, lambda token: token.text == "∈")
+    if any(token.kind == "op" and token.text == "∈" for token in at_top(tokens)):
+        parts, _ = split_at(tokens, lambda token: token.text == "∈")
         if len(parts) != 2 or len(parts[0]) != 1:
             raise Unknown("it has a membership")
-        return _set_of_reals(_value(parts[1]))
-    if any(token.kind == "op" and token.text in _RELATIONS for token in _top(tokens)):
+        return set_of_reals(_value(parts[1]))
+    if any(token.kind == "op" and token.text in _RELATIONS for token in at_top(tokens)):
         return _related(tokens)
     if (inside := _inside(tokens)) is not None:
         return _bracketed(tokens[0].text, tokens[-1].text, inside)
     if tokens[0].kind == "command" and tokens[0].text.startswith("begin "):
         return _matrix(tokens)
     if len(tokens) == 1 and tokens[0].text == "mathbb R":
-        return Pieces((_line(),))
+        return Pieces((real_line(),))
     if len(tokens) == 1 and tokens[0].text == "∅":
         return Pieces(())
-    parts, _ = _split(tokens, lambda token: token.kind == "op" and token.text == ":")
+    parts, _ = split_at(tokens, lambda token: token.kind == "op" and token.text == ":")
     if len(parts) > 1:
         is_time = (
             len(parts) <= 3 and all(len(p) == 1 and p[0].text.isdigit() for p in parts) and len(parts[-1][0].text) == 2
         )
         return Ratio(tuple(_expression(part) for part in parts), is_time)
     return _scalar(tokens)
-
-
-def _joined(tokens: Sequence[Token]) -> list[Token]:
-    """Subscripts joined to their symbols, degree signs and percent signs as units."""
-    found: list[Token] = []
-    i = 0
-    tokens = list(tokens)
-    while i < len(tokens):
-        token = tokens[i]
-        rest = [t.text for t in tokens[i : i + 4]]
-        if token.text == "^" and rest[1:2] == ["circ"]:
-            found.append(Token("unit", "degree"))
-            i += 2
-        elif token.text == "^" and rest[1:4] == ["{", "circ", "}"]:
-            found.append(Token("unit", "degree"))
-            i += 4
-        elif token.kind == "op" and token.text == "%":
-            found.append(Token("unit", "percent"))
-            i += 1
-        elif token.kind == "op" and token.text == "_" and found and found[-1].kind in ("name", "number"):
-            i, subscript = _subscript(tokens, i + 1)
-            last = found.pop()
-            if last.kind == "name":
-                found.append(replace(last, text=f"{last.text}_{subscript}"))
-            else:
-                found += [last, Token("unit", f"base {subscript}")]
-        else:
-            found.append(token)
-            i += 1
-    return found
-
-
-def _subscript(tokens: list[Token], i: int) -> tuple[int, str]:
-    if i < len(tokens) and tokens[i].kind in ("name", "number", "word"):
-        return i + 1, tokens[i].text
-    if i < len(tokens) and tokens[i].kind == "{":
-        end = next((j for j in range(i, len(tokens)) if tokens[j].kind == "}"), None)
-        if end is not None:
-            return end + 1, "".join(token.text for token in tokens[i + 1 : end])
-    raise NotRead("a subscript is missing")
 
 
 def _words(tokens: Sequence[Token]) -> Value | None:
@@ -190,55 +151,13 @@ def _words(tokens: Sequence[Token]) -> Value | None:
         text = " ".join(token.text for token in tokens).casefold()
         if text in _NOTHING:
             return Pieces(())
-        return Pieces((_line(),)) if text in _EVERYTHING else Words(text)
+        return Pieces((real_line(),)) if text in _EVERYTHING else Words(text)
     return None
-
-
-def _line() -> Piece:
-    return Piece(Expression(("neg", ("const", "oo"))), False, Expression(("const", "oo")), False)
-
-
-def _depths(tokens: Sequence[Token]) -> list[int]:
-    """Depth of each token; a bracket has the depth outside of it. Raises NotRead when they do not match."""
-    depth, found = 0, []
-    for token in tokens:
-        if token.kind in ("close", "}") or (token.kind == "command" and token.text.startswith("end ")):
-            depth -= 1
-        if depth < 0:
-            raise NotRead("its brackets do not match")
-        found.append(depth)
-        if token.kind in ("open", "{") or (token.kind == "command" and token.text.startswith("begin ")):
-            depth += 1
-    if depth:
-        raise NotRead("its brackets do not match")
-    return found
-
-
-def _top(tokens: Sequence[Token]) -> list[Token]:
-    return [token for token, depth in zip(tokens, _depths(tokens), strict=True) if depth == 0]
-
-
-def _split(tokens: Sequence[Token], is_separator: Any) -> tuple[list[list[Token]], list[str]]:
-    """Parts between separators outside of brackets, without empty ones beside `and` and `or`; and the separators."""
-    parts: list[list[Token]] = [[]]
-    signs: list[str] = []
-    for token, depth in zip(tokens, _depths(tokens), strict=True):
-        if depth == 0 and is_separator(token):
-            if not parts[-1] and signs and token.text in ("and", "or"):
-                signs[-1] = token.text
-                continue
-            signs.append(token.text)
-            parts.append([])
-        else:
-            parts[-1].append(token)
-    if signs and not all(parts):
-        raise NotRead("an item is missing")
-    return parts, signs
 
 
 def _listed(parts: list[list[Token]], signs: list[str]) -> Value:
     first = _value(parts[0])
-    if isinstance(first, Named) and not any(t.text in _RELATIONS for part in parts[1:] for t in _top(part)):
+    if isinstance(first, Named) and not any(t.text in _RELATIONS for part in parts[1:] for t in at_top(part)):
         return Named(first.name, Items("list", (first.value, *(_value(part) for part in parts[1:]))))
     values: tuple[Value, ...] = (first, *(_value(part) for part in parts[1:]))
     if all(isinstance(value, Pieces) for value in values) and (
@@ -261,62 +180,22 @@ def _flat(values: Iterable[Value]) -> tuple[Value, ...]:
 
 
 def _union(tokens: Sequence[Token]) -> Value:
-    parts, signs = _split(tokens, lambda token: token.kind == "op" and token.text in ("∪", "∖", "∈"))
+    parts, signs = split_at(tokens, lambda token: token.kind == "op" and token.text in ("∪", "∖", "∈"))
     if "∈" in signs:
         if signs[0] != "∈" or "∈" in signs[1:] or len(parts[0]) != 1:
             raise Unknown("it has a membership")
         parts, signs = parts[1:], signs[1:]
-    sets = [_set_of_reals(_value(part)) for part in parts]
+    sets = [set_of_reals(_value(part)) for part in parts]
     if signs == ["∖"]:
-        return _without_points(sets[0], sets[1])
+        return without_points(sets[0], sets[1])
     if "∖" in signs:
         raise Unknown("it has a difference of sets")
     return Pieces(tuple(piece for pieces in sets for piece in pieces.pieces))
 
 
-def _without_points(whole: Pieces, removed: Pieces) -> Pieces:
-    """The real line without points."""
-    points = sorted((p.low for p in removed.pieces), key=_sortable)
-    is_line = (
-        len(whole.pieces) == 1 and infinity_sign(whole.pieces[0].low.node) and infinity_sign(whole.pieces[0].high.node)
-    )
-    if not is_line or not all(p.low == p.high for p in removed.pieces):
-        raise Unknown("it has a difference of sets")
-    ends = [_line().low, *points, _line().high]
-    return Pieces(tuple(Piece(a, False, b, False) for a, b in itertools.pairwise(ends)))
-
-
-def _sortable(expression: Expression) -> float:
-    try:
-        return float(exact(expression.node, {}))
-    except (Irrational, NoValue, TooLarge, OverflowError, KeyError):
-        raise Unknown("its points cannot be sorted") from None
-
-
-def _set_of_reals(value: Value) -> Pieces:
-    if (pieces := as_pieces(value)) is None:
-        raise Unknown("it is no set of real numbers")
-    return pieces
-
-
-def as_pieces(value: Value) -> Pieces | None:
-    """A value as a set of real numbers, where it can be one: `(1, 2)`, `[1, 2]` and `{1, 2}` can."""
-    if isinstance(value, Pieces):
-        return value
-    if not isinstance(value, Items) or value.kind not in ("()", "[]", "{}"):
-        return None
-    ends = [item.expression for item in value.items if isinstance(item, Scalar) and item.unit is None]
-    if len(ends) != len(value.items):
-        return None
-    if value.kind == "{}":
-        return Pieces(tuple(Piece(end, True, end, True) for end in ends))
-    closed = value.kind == "[]"
-    return Pieces((Piece(ends[0], closed, ends[1], closed),)) if len(ends) == 2 else None
-
-
 def _inside(tokens: Sequence[Token]) -> list[Token] | None:
     """What one pair of brackets around everything holds; None without one. The brackets may be of two kinds."""
-    if tokens[0].kind != "open" or tokens[-1].kind != "close" or 0 in _depths(tokens)[1:-1]:
+    if tokens[0].kind != "open" or tokens[-1].kind != "close" or 0 in depths(tokens)[1:-1]:
         return None
     pair = (tokens[0].text, tokens[-1].text)
     if pair[0] in "⌊⌈":
@@ -329,7 +208,7 @@ def _inside(tokens: Sequence[Token]) -> list[Token] | None:
 def _bracketed(opening: str, closing: str, inside: list[Token]) -> Value:
     if opening == "S{":
         return _set(inside)
-    parts, signs = _split(inside, lambda token: token.kind == "sep")
+    parts, signs = split_at(inside, lambda token: token.kind == "sep")
     if any(sign not in ",;" for sign in signs):
         raise NotRead("words stand in brackets")
     if _CLOSING[opening] != closing or (len(parts) == 2 and any(_is_infinite(part) for part in parts)):
@@ -349,11 +228,11 @@ def _is_infinite(part: list[Token]) -> bool:
 def _set(inside: list[Token]) -> Value:
     if not inside:
         return Pieces(())
-    depths = _depths(inside)
-    bars = [i for i, t in enumerate(inside) if depths[i] == 0 and t.kind == "op" and t.text in ("|", ":")]
+    found = depths(inside)
+    bars = [i for i, t in enumerate(inside) if found[i] == 0 and t.kind == "op" and t.text in ("|", ":")]
     if bars and (bars[0] == 1 or (bars[0] == 3 and inside[2].text == "mathbb R")):
-        return _set_of_reals(_value(inside[bars[0] + 1 :]))
-    parts, signs = _split(inside, lambda token: token.kind == "sep")
+        return set_of_reals(_value(inside[bars[0] + 1 :]))
+    parts, signs = split_at(inside, lambda token: token.kind == "sep")
     if any(sign not in ",;" for sign in signs):
         raise NotRead("words stand in a set")
     return Items("{}", _flat([_value(part) for part in parts]))
@@ -368,15 +247,15 @@ def _matrix(tokens: Sequence[Token]) -> Matrix:
         inside = inside[next(i for i, t in enumerate(inside) if t.kind == "}") + 1 :]
     if inside and inside[-1].text == r"\\":
         inside.pop()
-    rows, _ = _split(inside, lambda token: token.text == r"\\")
-    cells = [_split(row, lambda token: token.text == "&")[0] for row in rows]
+    rows, _ = split_at(inside, lambda token: token.text == r"\\")
+    cells = [split_at(row, lambda token: token.text == "&")[0] for row in rows]
     if len({len(row) for row in cells}) != 1:
         raise NotRead("the rows of the matrix differ in length")
     return Matrix(tuple(tuple(_expression(cell) for cell in row) for row in cells))
 
 
 def _related(tokens: Sequence[Token]) -> Value:
-    parts, signs = _split(tokens, lambda token: token.kind == "op" and token.text in _RELATIONS)
+    parts, signs = split_at(tokens, lambda token: token.kind == "op" and token.text in _RELATIONS)
     if set(signs) == {"="}:
         return _equation(parts)
     if "=" in signs:

@@ -6,7 +6,8 @@ import asyncio
 import concurrent.futures
 from typing import Any
 
-from miles.rollout.rm_hub.dispatcher import Counters, Dispatcher, Job, Outcome, as_json
+from miles.rollout.rm_hub.dispatcher import Dispatcher
+from miles.rollout.rm_hub.jobs import Counters, Job, Outcome, as_json
 from miles.rollout.rm_hub.nursery import WorkerSettings
 
 __all__ = ["Outcome", "WorkerPool"]

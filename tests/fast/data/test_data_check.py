@@ -78,6 +78,16 @@ def test_labels_that_the_reward_cannot_grade_against_are_told(check, write):
     assert check(path, "--label-key", "label")[0] == 0  # no reward is named, so any label will do
 
 
+def test_a_row_that_names_an_unknown_reward_is_a_problem_of_that_row_alone(check, write):
+    rows = [{"input": "a", "label": "1"}, {"input": "b", "label": "2", "metadata": {"rm_type": "maht"}}]
+    path = write([*rows, {"input": "c", "label": ""}])
+    status, _, found = check(path, "--label-key", "label", "--rm-type", "math")
+    assert status == 1
+    first, second = found["problems"]
+    assert first.startswith(f"{path}:2: there is no built-in reward 'maht': did you mean math?")
+    assert second.startswith(f"{path}:3: the label is empty")
+
+
 def test_conversations_of_fine_tuning_are_measured_with_their_answers(check, write, model_folder):
     conversation = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     path = write([{"input": conversation}, {"input": conversation[:1]}])

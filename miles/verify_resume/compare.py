@@ -160,7 +160,7 @@ def read_samples(file: Path) -> list[dict[str, Any]]:
 
 
 def _lines(file: Path) -> list[Any]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _prompt(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -423,3 +423,9 @@ def test_an_evaluation_that_may_have_been_cut_off_is_made_again_by_the_run_that_
     evaluation: Any = IntervalEvaluation(Rollout(), Tracker(), steps, 2, before=True)  # pyright: ignore
     asyncio.run(evaluation.before_training())
     assert found == made
+
+
+def test_a_line_separator_inside_a_sample_ends_no_line(tmp_path):
+    file = tmp_path / "0.jsonl"
+    file.write_text('{"header": 1}\n{"response": "a\u2028b"}\n', encoding="utf-8")
+    assert compare.read_samples(file) == [{"response": "a\u2028b"}]

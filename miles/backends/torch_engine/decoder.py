@@ -40,6 +40,7 @@ class _Layer:
     down: torch.Tensor
     down_bias: torch.Tensor | None
     attention: Any
+    mlp: Any
 
 
 class Decoder:
@@ -79,8 +80,15 @@ class Decoder:
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute what is derived from weights; call after an update."""
+        """Recompute what is derived from weights; call after an update.
+
+        Parameters that were given memory of their own meanwhile become slices of one matrix again.
+        """
         for layer in self._layers:
+            if layer.attention.q_proj.weight.data_ptr() != layer.qkv.data_ptr():
+                layer.qkv, layer.qkv_bias = _fuse_attention(layer.attention)
+            if layer.mlp.gate_proj.weight.data_ptr() != layer.gate_up.data_ptr():
+                layer.gate_up, layer.gate_up_bias = _fuse([layer.mlp.gate_proj, layer.mlp.up_proj])
             if layer.qk_norm is not None:
                 q, k = layer.attention.q_norm.weight, layer.attention.k_norm.weight
                 layer.qk_norm = torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
@@ -250,7 +258,7 @@ class Decoder:
 
 def _prepare(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    qkv, qkv_bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+    qkv, qkv_bias = _fuse_attention(attention)
     gate_up, gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
     return _Layer(
         input_norm=layer.input_layernorm.weight,
@@ -265,7 +273,12 @@ def _prepare(layer: Any) -> _Layer:
         down=mlp.down_proj.weight,
         down_bias=mlp.down_proj.bias,
         attention=attention,
+        mlp=mlp,
     )
+
+
+def _fuse_attention(attention: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
 
 
 def _fuse(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:

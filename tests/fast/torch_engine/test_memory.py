@@ -157,3 +157,30 @@ def test_bad_tags_are_refused_and_release_nothing(server: Client, tags: Any, mes
         assert status == 400
         assert message in answer["error"]["message"]
     assert server.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize("before", ["checksum", "snapshot"])
+def test_weights_sent_after_a_release_are_computed_with_whatever_was_asked_before(before: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    command = [sys.executable, "-m", "miles.backends.torch_engine", "--model-path", str(folder), "--threads", "1"]
+    process = ServerProcess("torch-engine", [*command, "--exit-on-stdin-close"], tmp_path / "engine.log")
+    try:
+        client = Client(f"http://127.0.0.1:{process.wait_ready(120)['port']}")
+        generator = torch.Generator().manual_seed(0)
+        weights = {
+            name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
+            for name, tensor in load_file(folder / "model.safetensors").items()
+        }
+        changed = {name: tensor * 1.1 for name, tensor in weights.items()}
+        assert send(client, changed, "1")[0] == 200
+        expected = client.generate([3, 4, 5], 4, temperature=0, ignore_eos=True)
+        assert send(client, weights, "2")[0] == 200
+        assert client.post("/weights_checker", {"action": before})[0] == 200
+        assert client.post("/release_memory_occupation", {"tags": TAGS})[0] == 200
+        assert client.post("/resume_memory_occupation", {"tags": TAGS})[0] == 200
+        assert send(client, changed, "3")[0] == 200
+        again = client.generate([3, 4, 5], 4, temperature=0, ignore_eos=True)
+        assert again["output_ids"] == expected["output_ids"]
+        assert again["meta_info"]["output_token_logprobs"] == expected["meta_info"]["output_token_logprobs"]
+    finally:
+        process.stop()

@@ -165,6 +165,7 @@ def test_no_reward_at_all_is_a_configuration_error(make_hub):
     assert "set --rm-type (math, " in error_of(make_hub(), sample("x"), kind=ConfigError)
 
 
+# Case C15.
 def test_custom_functions_may_be_async_or_plain_and_win_over_the_type(make_hub):
     assert asyncio.run(make_hub("length", rm_type="exact").grade(sample("four"))) == 4.0
     reward = asyncio.run(make_hub("plain", reward_key="score", eval_reward_key="accuracy").grade(sample()))

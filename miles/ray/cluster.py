@@ -97,10 +97,12 @@ class Cluster:
         run = asyncio.current_task()
         assert run is not None
         watch = asyncio.create_task(self._watch())
-        watch.add_done_callback(lambda done: None if done.cancelled() else run.cancel())
+        ends_already = False
+        watch.add_done_callback(lambda done: None if done.cancelled() or ends_already else run.cancel())
         try:
             yield
         except (Exception, asyncio.CancelledError) as error:
+            ends_already = True
             if isinstance(error, RayError):
                 await asyncio.wait({watch}, timeout=NOTICE_S)
             if lost := self.lost():

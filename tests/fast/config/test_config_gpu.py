@@ -9,9 +9,7 @@ from miles.config.load import read
 from miles.config.resources import engine_backend, gpu_plan, resolved_device
 from miles.utils.sglang_source import InstalledSglang
 
-SGLANG = InstalledSglang(
-    "0.5.17", frozenset({"--mem-fraction-static", "--attention-backend", "--tp-size"}), frozenset()
-)
+SGLANG = InstalledSglang("0.5.17", frozenset({"--mem-fraction-static", "--attention-backend", "--tp-size"}))
 
 
 @pytest.fixture

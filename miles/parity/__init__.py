@@ -1,0 +1,1 @@
+"""`miles parity`: how far engines and trainer are apart, for every pair of their settings."""

@@ -55,10 +55,10 @@ smollm2: $(VENV)/.examples
 	$(BIN)/python examples/smollm2/prepare.py --out runs/smollm2
 
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest tests/fast-gpu
+	$(BIN)/python -m tests.ci.run --suite stage-b-1-gpu-h200
 
 test-slow: $(VENV)/.examples
-	$(BIN)/python -m pytest tests -m slow --timeout=1800
+	$(BIN)/python -m tests.ci.run --suite stage-b-cpu --nightly
 
 docs: $(STAMP)
 	$(BIN)/python -m miles.config.docs

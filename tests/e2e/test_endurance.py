@@ -10,8 +10,11 @@ import pytest
 
 from examples.quickstart import make_task
 from examples.quickstart.run import RECIPES, latest_hf
+from tests.ci.register import register_cpu_ci
 from tests.e2e.kill_matrix import COMMAND_LINES, victim
 from tests.fast.ray.conftest import TrainProcess, metrics
+
+register_cpu_ci(est_time=1100, suite="stage-b-cpu", labels=["faults"], nightly=True)
 
 STEPS = 200
 KILL_EVERY = 10

@@ -2,8 +2,11 @@
 
 import pytest
 
+from tests.ci.register import register_cpu_ci
 from tests.e2e import kill_matrix
 from tests.fast.ray.conftest import TrainProcess, task
+
+register_cpu_ci(est_time=1560, suite="stage-b-cpu", labels=["faults"])
 
 __all__ = ["task"]
 

@@ -10,6 +10,9 @@ import pytest
 from safetensors import safe_open
 
 from examples.quickstart.run import latest_hf
+from tests.ci.register import register_cpu_ci
+
+register_cpu_ci(est_time=85, suite="stage-b-cpu", labels=["learning"])
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.ci.register import register_cpu_ci
+
+register_cpu_ci(est_time=275, suite="stage-b-cpu", labels=["learning"])
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from examples.smollm2 import prepare
+from tests.ci.register import register_cpu_ci
+
+register_cpu_ci(est_time=125, suite="stage-b-cpu", labels=["learning"])
 
 ROOT = Path(__file__).resolve().parents[2]
 

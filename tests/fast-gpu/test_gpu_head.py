@@ -9,6 +9,9 @@ from miles.backends.training_utils.log_probs import (
     linear_log_softmax,
     token_log_probs,
 )
+from tests.ci.register import register_cuda_ci
+
+register_cuda_ci(est_time=90, suite="stage-b-1-gpu-h200")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

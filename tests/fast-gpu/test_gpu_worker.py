@@ -4,7 +4,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.ci.register import register_cuda_ci
 from tests.fast.fsdp.support import largest_difference, make_batch, make_config, open_worker, weights_of
+
+register_cuda_ci(est_time=180, suite="stage-b-1-gpu-h200")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

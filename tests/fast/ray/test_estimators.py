@@ -10,12 +10,18 @@ from safetensors.torch import load_file
 from miles.config.dump import undump
 from miles.config.estimators import ESTIMATORS
 from miles.config.load import load
+from tests.ci.register import register_cpu_ci
 from tests.fast.ray.conftest import ROOT, TrainProcess, metrics
+
+register_cpu_ci(est_time=60, suite="stage-a-cpu")
+register_cpu_ci(est_time=160, suite="stage-b-cpu")
 
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 TABLE = PAGE[PAGE.index("| variant | line |") :].split("\n\n")[0]
 LINES = dict(re.findall(r"^\| (.+?) \| `(.+)` \|$", TABLE, flags=re.MULTILINE))
 """Variant -> its line."""
+WITH_PARTS_OF_THEIR_OWN = ("GRPO", "PPO", "your own")
+"""Variants that run through other code than the others do: nothing more, a critic, the user's function."""
 RECIPE = str(ROOT / "recipes" / "quickstart-grpo.yaml")
 AND_NOTES = """
 
@@ -98,7 +104,9 @@ def test_the_page_has_a_line_for_every_estimator_and_variant(tmp_path):
     assert len({algorithm.model_dump_json() for algorithm in found}) == len(LINES) == 15
 
 
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize(
+    "name", [n if n in WITH_PARTS_OF_THEIR_OWN else pytest.param(n, marks=pytest.mark.slow) for n in LINES]
+)
 def test_an_estimator_is_one_line_over_the_quickstart_and_trains(runs, task, name, tmp_path):
     ended = runs.outcome(name)
     assert ended.status == 0, ended.err

@@ -1,0 +1,1 @@
+"""Which test runs where, and the runner."""

@@ -2,10 +2,11 @@
 
 Usage: python benchmarks/train_step.py [--model NAME ...] [--pack 8x2048 ...] [--times N] [--seconds S] [--json OUT] [--tiny]
 
-The trainer of a run, alone in a process, on a folder of random weights in the shape of the named Qwen3 model. Every token
-but the first of a sequence is trained on. Printed: median seconds of a step with their spread, tokens a second, and the
-share of the GPU's 989 TFLOP/s in bf16, where a step has 6 (parameters outside the embedding + head) T + 6 layers heads
-head-size sum(length^2) operations: what is computed twice does not count. With --profile the kernels that take the most time.
+The trainer of a run, alone in a process, on a folder of random weights in the shape of the named Qwen3 model; `moe` is 8
+layers of Qwen3-30B-A3B. Every token but the first of a sequence is trained on. Printed: median seconds of a step with their
+spread, tokens a second, and the share of the GPU's 989 TFLOP/s in bf16, where a step has 6 (parameters outside the embedding
++ head) T + 6 layers heads head-size sum(length^2) operations: what is computed twice does not count, and of experts those
+that a token goes through do. With --profile the kernels that take the most time.
 `--tiny` is a small model and small packs, on a CPU if there is no GPU. A part that fails prints its traceback; the others run.
 """
 
@@ -23,7 +24,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,21 +39,44 @@ MODELS: dict[str, dict[str, int]] = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    # 8 of the 48 layers of Qwen3-30B-A3B, which one GPU holds with the state of AdamW.
+    "moe": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "tiny-moe": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
-VOCABULARY = {"tiny": 512}
+TINY = ["tiny", "tiny-moe"]
 
 
 def model_config(name: str) -> Any:
-    """The Qwen3 configuration of a shape."""
-    from transformers import Qwen3Config
+    """The Qwen3 or Qwen3-MoE configuration of a shape."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
     shape: dict[str, Any] = {**MODELS[name]}
-    return Qwen3Config(
+    shape.setdefault("num_key_value_heads", min(8, shape["num_attention_heads"] // 2))
+    make: Any = Qwen3Config
+    if "num_experts" in shape:
+        make, shape["norm_topk_prob"] = Qwen3MoeConfig, True
+    return make(
         **shape,
-        vocab_size=VOCABULARY.get(name, 151936),
-        num_key_value_heads=min(8, shape["num_attention_heads"] // 2),
-        head_dim=16 if name == "tiny" else 128,
+        vocab_size=512 if name in TINY else 151936,
+        head_dim=16 if name in TINY else 128,
         tie_word_embeddings=True,
         max_position_embeddings=40960,
     )
@@ -60,12 +84,12 @@ def model_config(name: str) -> Any:
 
 def write_model(name: str, folder: Path, device: str) -> None:
     """A folder with random bf16 weights of a shape."""
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(device):
-        model = Qwen3ForCausalLM(model_config(name))
-    cast(Any, model).to(dtype=torch.bfloat16).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(model_config(name), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
 
 
 def make_batch(lengths: list[int], vocabulary: int, seed: int) -> TrainBatch:
@@ -93,7 +117,12 @@ def operations(name: str, lengths: list[int]) -> float:
     config = model_config(name)
     width = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
-    layer = config.hidden_size * (2 * width + 2 * kv) + 3 * config.hidden_size * config.intermediate_size
+    layer = config.hidden_size * (2 * width + 2 * kv)
+    if experts := getattr(config, "num_experts", 0):
+        layer += config.num_experts_per_tok * 3 * config.hidden_size * config.moe_intermediate_size
+        layer += experts * config.hidden_size
+    else:
+        layer += 3 * config.hidden_size * config.intermediate_size
     matrices = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
     squares = sum(length * length for length in lengths)
     return 6.0 * matrices * sum(lengths) + 6.0 * config.num_hidden_layers * width * squares
@@ -203,7 +232,7 @@ def measure(name: str, packs: list[list[int]], options: Any, device: str) -> Ite
 
 def show(row: dict[str, Any]) -> None:
     print(
-        f"{row['model']:<5} {row['pack']:>10} {row['step_s']:>8.4f} s ({row['least_s']:.4f} to {row['most_s']:.4f}) "
+        f"{row['model']:<8} {row['pack']:>10} {row['step_s']:>8.4f} s ({row['least_s']:.4f} to {row['most_s']:.4f}) "
         f"{row['tokens_per_s']:>8,} tokens/s {row['tflops']:>6.1f} TFLOP/s {row['share_of_989']:>6.1%} of 989, "
         f"{row.get('peak_gib', 0):.1f} GiB, first step {row['first_step_s']:.1f} s",
         flush=True,
@@ -236,7 +265,7 @@ def main(argv: list[str]) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     models, packs = options.model, options.pack
     if options.tiny:
-        models, packs = ["tiny"], [[32] * 4, [100, 20, 7]]
+        models, packs = TINY, [[32] * 4, [100, 20, 7]]
     versions: dict[str, Any] = {"torch": torch.__version__, "device": device}
     if device == "cuda":
         versions["device"] = torch.cuda.get_device_name()

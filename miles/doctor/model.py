@@ -16,7 +16,7 @@ from miles.backends.fsdp_utils.model import ties_embeddings
 
 FAMILY = "qwen3"
 """What is made when the run names no model."""
-KEPT = ("tie_word_embeddings", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias")
+KEPT = ("tie_word_embeddings", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "norm_topk_prob")
 """Settings of config.json that a tiny model takes over."""
 TINY: dict[str, Any] = {
     "vocab_size": 256,
@@ -29,6 +29,9 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.1,
 }
+
+TINY_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+"""The same of a family whose layers have experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,9 @@ def choose_model(
 
 def _make(like: dict[str, Any], work: Path, seed: int, about: str) -> ModelUsed:
     folders = [work / "policy", work / "reference"]
-    settings = TINY | {name: like[name] for name in KEPT if name in like}
+    settings = (
+        TINY | (TINY_EXPERTS if "num_experts" in like else {}) | {name: like[name] for name in KEPT if name in like}
+    )
     config = AutoConfig.for_model(like["model_type"], **settings)
     for number, folder in enumerate(folders):
         torch.manual_seed(2 * seed + number)

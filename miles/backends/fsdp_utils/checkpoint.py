@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from miles.backends.fsdp_utils.tensor_file import StoredTensor, write_tensors
 from miles.errors import CheckpointError
 from miles.utils.checkpoint_folder import cannot_write
+from miles.utils.expert_weights import Place
 
 FORMAT, VERSION = "miles-fsdp-trainer", 2
 STATE = "trainer.json"
@@ -148,6 +149,13 @@ class SavedTrainer:
         """A whole tensor."""
         shape = self.shapes[name]
         return self.rows(name, 0, shape[0]) if shape else self._files[0][0].get_tensor(name)
+
+    def at(self, place: Place, prefix: str) -> Tensor:
+        """A model folder's tensor, where it lies in the saved one, whose name begins with `prefix`."""
+        name = f"{prefix}{place.source}"
+        if place.expert is None:
+            return self.whole(name)
+        return self.rows(name, place.expert, place.expert + 1)[0, place.start : place.stop].contiguous()
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of a tensor, put together from all ranks' shards."""

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
+from miles.backends.fsdp_utils.adaptations.fitness import require_attention_only, require_layers
+from miles.backends.fsdp_utils.adaptations.registry import adaptation_of
 from miles.backends.fsdp_utils.checkpoint import SavedTrainer
 from miles.backends.fsdp_utils.hf_folder import (
     HEAD,
@@ -29,7 +31,15 @@ from miles.backends.fsdp_utils.hf_folder import (
     write_model_folder,
 )
 from miles.backends.fsdp_utils.layers import prepare_layers
-from miles.backends.fsdp_utils.model import CPU, PREFIX, DecoderModel, disable_dropout, release_gathered, shard
+from miles.backends.fsdp_utils.model import (
+    CPU,
+    PREFIX,
+    DecoderModel,
+    disable_dropout,
+    folder_places,
+    release_gathered,
+    shard,
+)
 from miles.backends.fsdp_utils.offload import Part, moments_of, weights_of
 from miles.backends.fsdp_utils.optimizer import ShardedAdamW
 from miles.backends.fsdp_utils.packed_attention import take_rows, use_packed_attention
@@ -74,7 +84,7 @@ class CriticModel(DecoderModel):
 
 
 def critic_tensors(model: CriticModel) -> dict[str, Tensor]:
-    """Parameters and saved buffers under the names of a critic's folder: those of a language model, and the value head."""
+    """Parameters and saved buffers by the names that a language model's module has for them, and the value head."""
     inside = f"{model.hf.base_model_prefix}."
     return {
         f"{inside}{name.removeprefix(PREFIX)}" if name.startswith(PREFIX) else VALUE_HEAD: tensor
@@ -94,15 +104,23 @@ def load_critic(folder: str | Path, device: torch.device = CPU) -> tuple[CriticM
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
         hf = cast(
             PreTrainedModel,
-            AutoModel.from_config(config, dtype=torch.float32, attn_implementation="sdpa"),
+            AutoModel.from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation="sdpa",
+                **adaptation_of(config.model_type).load_options,
+            ),
         )
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: config.json does not load: {error}\n    fix: check the folder") from error
+    require_attention_only(path, config)
+    require_layers(path, hf)
     stored = {name: tensor for name, tensor in stored_tensors(path, tied=False).items() if name != HEAD}
     model = CriticModel(hf, torch.zeros(1, hf.config.get_text_config().hidden_size))
     tensors = critic_tensors(model)
-    wrong = sorted({*stored, VALUE_HEAD} ^ set(tensors))
-    wrong = wrong or [name for name, tensor in stored.items() if tensor.shape != tuple(tensors[name].shape)]
+    places = folder_places(hf, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    wrong = sorted({*stored, VALUE_HEAD} ^ set(places))
+    wrong = wrong or [name for name, tensor in stored.items() if tensor.shape != places[name].shape]
     if wrong:
         raise CheckpointError(
             f"{path}: the tensors are not those of a critic by its config.json, first: {', '.join(wrong[:5])}"
@@ -113,7 +131,7 @@ def load_critic(folder: str | Path, device: torch.device = CPU) -> tuple[CriticM
             with safe_open(file, framework="pt") as stream:
                 for name in stream.keys():  # noqa: SIM118
                     if name in stored:
-                        tensors[name].copy_(stream.get_tensor(name))
+                        places[name].of(tensors[places[name].source]).copy_(stream.get_tensor(name))
     model.to(device)
     disable_dropout(model)
     _pack_attention(path, model, device)
@@ -276,7 +294,9 @@ class Critic:
         written, before = (target.with_name(f".{target.name}.{part}") for part in ("next", "previous"))
         for stale in (written, before):
             shutil.rmtree(stale, ignore_errors=True)
-        write_model_folder(self._folder, written, self._stored, lambda name: trainer.whole(f"{CRITIC}{name}"))
+        shapes = {name: tuple(tensor.shape) for name, tensor in critic_tensors(self._model).items()}
+        places = folder_places(self._model.hf, shapes)
+        write_model_folder(self._folder, written, self._stored, lambda name: trainer.at(places[name], CRITIC))
         if target.exists():
             os.replace(target, before)
         os.replace(written, target)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 
+from miles.backends.fsdp_utils.adaptations.registry import adaptation_of
 from miles.backends.fsdp_utils.packed_attention import attention_kept
 from miles.config.sections.train import Recompute
 
@@ -17,10 +18,9 @@ COMPILED_FORMS = 64
 """Forms of one layer's code that torch.compile keeps: with and without gradient, of policy, reference and critic."""
 
 
-def decoder_layers(hf: PreTrainedModel) -> Iterator[nn.Module]:
-    """The blocks that the model calls indivisible."""
-    names = set(hf._no_split_modules or ())
-    return (module for module in hf.modules() if type(module).__name__ in names)
+def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers, in the model's order."""
+    return adaptation_of(hf.config.model_type).decoder_layers(hf)
 
 
 def prepare_layers(hf: PreTrainedModel, *, compiled: bool, recompute: Recompute) -> None:
@@ -35,10 +35,19 @@ def prepare_layers(hf: PreTrainedModel, *, compiled: bool, recompute: Recompute)
     for layer in decoder_layers(hf):
         forward: Callable[..., Any] = layer.forward
         if compiled:
-            forward = torch.compile(forward, dynamic=True)
+            forward = _of_views(torch.compile(forward, dynamic=True))
         if recompute != "none":
             forward = _recomputed(forward, keeps_attention=recompute == "selective")
         layer.forward = forward
+
+
+def _of_views(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of hidden states that are always a view: FSDP makes them one for the first layer of what it gathers together."""
+
+    def run(hidden_1TD: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(hidden_1TD if hidden_1TD._is_view() else hidden_1TD.view_as(hidden_1TD), *args, **kwargs)
+
+    return run
 
 
 def _recomputed(forward: Callable[..., Any], *, keeps_attention: bool) -> Callable[..., Any]:

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from miles.backends.fsdp_utils.adaptations.adaptation import Shapes
+from miles.backends.fsdp_utils.adaptations.fitness import require_attention_only, require_layers
+from miles.backends.fsdp_utils.adaptations.registry import adaptation_of
 from miles.backends.fsdp_utils.hf_folder import require_equal_heads, require_model_folder, stored_tensors
 from miles.backends.fsdp_utils.layers import decoder_layers
 from miles.backends.fsdp_utils.packed_attention import take_rows, use_packed_attention
@@ -22,9 +25,12 @@ from miles.backends.training_utils.log_probs import Entropy, TargetLogProb, line
 from miles.backends.training_utils.packing import FlatBatch, MicroBatch
 from miles.backends.training_utils.schedule import SequenceFlops
 from miles.errors import CheckpointError, TrainingError
+from miles.utils.expert_weights import Place
 
 PREFIX = "hf."
 CPU = torch.device("cpu")
+UNIT_PARAMETERS = 50_000_000
+"""Parameters at least that ranks gather at once: below it a GPU waits for the CPU that asks for the next."""
 
 
 class DecoderModel(nn.Module):
@@ -41,10 +47,11 @@ class DecoderModel(nn.Module):
 
     @property
     def flops(self) -> SequenceFlops:
-        """What a sequence costs: every matrix but the input embedding, and attention of all layers."""
+        """What a sequence costs: every matrix but the input embedding, of experts those used, and attention of all layers."""
         config = self.hf.config.get_text_config()
         embedding = cast(nn.Embedding, self.hf.get_input_embeddings()).weight.shape.numel()
-        matrices = sum(p.shape.numel() for p in self.parameters() if p.ndim > 1)
+        used = adaptation_of(self.hf.config.model_type).experts_used(config)
+        matrices = sum(p.shape.numel() * (used if p.ndim == 3 else 1.0) for p in self.parameters() if p.ndim > 1)
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         width = config.num_attention_heads * size
         return SequenceFlops(2.0 * (matrices - embedding), 2.0 * config.num_hidden_layers * width)
@@ -91,12 +98,14 @@ class PolicyModel(DecoderModel):
 
 def ties_embeddings(folder: str | Path) -> bool:
     """Whether input embedding and output head are one tensor, by the folder's config.json; CheckpointError when unreadable."""
-    path = require_model_folder(folder)
+    return bool(_read_config(require_model_folder(folder)).tie_word_embeddings)
+
+
+def _read_config(path: Path) -> PreTrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        return cast(PreTrainedConfig, AutoConfig.from_pretrained(str(path), local_files_only=True))
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: config.json does not load: {error}\n    fix: check the folder") from error
-    return bool(config.tie_word_embeddings)
 
 
 def load_policy(folder: str | Path, device: torch.device = CPU) -> tuple[PolicyModel, dict[str, StoredTensor]]:
@@ -107,7 +116,9 @@ def load_policy(folder: str | Path, device: torch.device = CPU) -> tuple[PolicyM
     sequences are not a plain softmax over the head's projection of each sequence alone.
     """
     path = require_model_folder(folder)
-    tied = ties_embeddings(path)
+    config = _read_config(path)
+    require_attention_only(path, config)
+    tied = bool(config.tie_word_embeddings)
     expected = stored_tensors(path, tied=tied)
     if tied:
         require_equal_heads(path)
@@ -120,14 +131,17 @@ def load_policy(folder: str | Path, device: torch.device = CPU) -> tuple[PolicyM
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
+            **adaptation_of(config.model_type).load_options,
         )
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: the model does not load: {error}\n    fix: check the folder") from error
     hf, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     _require_complete(path, info)
+    require_layers(path, hf)
     model = PolicyModel(hf)
     model.to(device)
-    _require_same_tensors(path, expected, {name: tuple(p.shape) for name, p in hf_tensors(model).items()})
+    places = folder_places(hf, {name: tuple(tensor.shape) for name, tensor in hf_tensors(model).items()})
+    _require_same_tensors(path, expected, {name: place.shape for name, place in places.items()})
     disable_dropout(model)
     _pack_attention(path, model, device)
     model.train()
@@ -135,16 +149,29 @@ def load_policy(folder: str | Path, device: torch.device = CPU) -> tuple[PolicyM
 
 
 def shard(model: DecoderModel, mesh: DeviceMesh, *, bf16: bool = False, keeps_gathered: bool = False) -> None:
-    """Shard each decoder layer and the rest over `mesh`.
+    """Shard the decoder layers, in units that are gathered together, and the rest over `mesh`.
 
     With `bf16` the layers compute in bfloat16 with rounded weights, while the shards and the sums of gradients, over
     ranks and over micro-batches, stay fp32. With `keeps_gathered` a rank keeps the whole weights from the forward to the
     backward pass; after a forward pass alone, `release_gathered` gives them up.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
-    for module in list(decoder_layers(model.hf)):
-        fully_shard(module, mesh=mesh, reshard_after_forward=not keeps_gathered, mp_policy=policy)
+    for unit in gathered_together(decoder_layers(model.hf)):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=not keeps_gathered, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=not keeps_gathered, mp_policy=policy)
+
+
+def gathered_together(layers: list[nn.Module]) -> list[list[nn.Module]]:
+    """Neighbours in units of at least `UNIT_PARAMETERS`, the last as it comes: each unit costs the CPU as much as a large one."""
+    units: list[list[nn.Module]] = []
+    size = UNIT_PARAMETERS
+    for layer in layers:
+        if size >= UNIT_PARAMETERS:
+            units.append([])
+            size = 0
+        units[-1].append(layer)
+        size += sum(parameter.numel() for parameter in layer.parameters())
+    return units
 
 
 def release_gathered(model: DecoderModel) -> None:
@@ -155,7 +182,10 @@ def release_gathered(model: DecoderModel) -> None:
 
 
 def hf_tensors(model: PolicyModel) -> dict[str, Tensor]:
-    """Parameters and saved buffers under the folder's names, each once: of tied ones the first name. Sharded ones are DTensors."""
+    """Parameters and saved buffers by the module's names, each once: of tied ones the first name. Sharded ones are DTensors.
+
+    `folder_places` says where the folder's tensors lie in them.
+    """
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -163,6 +193,11 @@ def hf_tensors(model: PolicyModel) -> dict[str, Tensor]:
             seen.add(id(tensor))
             found[name.removeprefix(PREFIX)] = tensor
     return found
+
+
+def folder_places(hf: PreTrainedModel, shapes: Shapes) -> dict[str, Place]:
+    """The folder's tensors by name, and where each lies in the tensors of `hf_tensors`, whose names and whole shapes are given."""
+    return adaptation_of(hf.config.model_type).places(shapes)
 
 
 def disable_dropout(model: nn.Module) -> None:

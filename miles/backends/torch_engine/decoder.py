@@ -1,6 +1,7 @@
 """A lean forward pass over the weights of a transformers model.
 
-Axes: B sequences, T packed tokens, H hidden, N query heads, K key/value heads, G = N / K, D head size, V vocabulary.
+Axes: B sequences, T packed tokens, H hidden, N query heads, K key/value heads, G = N / K, D head size, V vocabulary,
+E experts, I their intermediate size, C experts of a token.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ class _Layer:
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
+    router: torch.Tensor | None
+    """Weights [E, H] of what chooses experts; `gate_up` is then [E, 2 I, H] and `down` [E, H, I]."""
     attention: Any
     mlp: Any
 
 
 class Decoder:
-    """Prefill and decode of a Llama, Qwen2 or Qwen3.
+    """Prefill and decode of a Llama, Qwen2, Qwen3 or Qwen3-MoE.
 
     The query, key and value projections of a layer become slices of one matrix, as do gate and up; the module's own
     parameters are those slices, so an in-place update of a parameter is an update of the decoder.
@@ -61,7 +64,10 @@ class Decoder:
         self.num_layers = len(inner.layers)
         self.device = hf.device
         self.dtype: torch.dtype = hf.dtype
-        self._activation: Callable[[torch.Tensor], torch.Tensor] = inner.layers[0].mlp.act_fn
+        mlp = inner.layers[0].mlp
+        self._activation: Callable[[torch.Tensor], torch.Tensor] = getattr(mlp, "experts", mlp).act_fn
+        self._chosen: int = getattr(config, "num_experts_per_tok", 0)
+        self._renormalises: bool = getattr(config, "norm_topk_prob", False)
         self._rotary = inner.rotary_emb
         self._embedding: torch.Tensor = inner.embed_tokens.weight
         self._final_norm: torch.Tensor = inner.norm.weight
@@ -87,7 +93,7 @@ class Decoder:
         for layer in self._layers:
             if layer.attention.q_proj.weight.data_ptr() != layer.qkv.data_ptr():
                 layer.qkv, layer.qkv_bias = _fuse_attention(layer.attention)
-            if layer.mlp.gate_proj.weight.data_ptr() != layer.gate_up.data_ptr():
+            if layer.router is None and layer.mlp.gate_proj.weight.data_ptr() != layer.gate_up.data_ptr():
                 layer.gate_up, layer.gate_up_bias = _fuse([layer.mlp.gate_proj, layer.mlp.up_proj])
             if layer.qk_norm is not None:
                 q, k = layer.attention.q_norm.weight, layer.attention.k_norm.weight
@@ -233,9 +239,45 @@ class Decoder:
             mixed = attend(index, qk[:, : self.heads], qk[:, self.heads :], qkv[:, both:])
             x = x + self._linear(mixed, layer.out, layer.out_bias)
             normed = F.rms_norm(x, norm_H, layer.post_norm, self.eps)
-            gate, up = self._linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-            x = x + self._linear(self._activation(gate).mul_(up), layer.down, layer.down_bias)
+            if layer.router is None:
+                x = x + self._mlp(normed, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias)
+            else:
+                x = x + self._experts(normed, layer.router, layer.gate_up, layer.down)
         return F.rms_norm(x, norm_H, self._final_norm, self.eps)
+
+    def _mlp(
+        self,
+        x_TH: torch.Tensor,
+        gate_up: torch.Tensor,
+        gate_up_bias: torch.Tensor | None,
+        down: torch.Tensor,
+        down_bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        gate, up = self._linear(x_TH, gate_up, gate_up_bias).chunk(2, -1)
+        return self._linear(self._activation(gate).mul_(up), down, down_bias)
+
+    def _experts(
+        self, x_TH: torch.Tensor, router_EH: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        """What the experts chosen for each token make of it, by their weights from a softmax in fp32.
+
+        A token's sum goes by the number of the expert, whatever tokens are beside it.
+        """
+        weights_TE = torch.softmax(self._linear(x_TH, router_EH).float(), dim=-1)
+        weights_TC, experts_TC = weights_TE.topk(self._chosen, dim=-1)
+        if self._renormalises:
+            weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
+        weights_TC = weights_TC.to(x_TH.dtype)
+        made_TH = torch.zeros_like(x_TH)
+        for expert in experts_TC.unique().tolist():
+            rows, places = (experts_TC == expert).nonzero(as_tuple=True)
+            found = self._mlp(self._rows(x_TH[rows]), gate_up[expert], None, down[expert], None)[: len(rows)]
+            made_TH[rows] += found * weights_TC[rows, places, None]
+        return made_TH
+
+    def _rows(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """As many rows as `_linear` takes."""
+        return x_TH
 
     def _linear(self, x_TH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x_TH, weight, bias)
@@ -259,7 +301,23 @@ class Decoder:
 def _prepare(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     qkv, qkv_bias = _fuse_attention(attention)
-    gate_up, gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
+    if hasattr(mlp, "experts"):
+        feed_forward = {
+            "gate_up": mlp.experts.gate_up_proj,
+            "gate_up_bias": None,
+            "down": mlp.experts.down_proj,
+            "down_bias": None,
+            "router": mlp.gate.weight,
+        }
+    else:
+        gate_up, gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
+        feed_forward = {
+            "gate_up": gate_up,
+            "gate_up_bias": gate_up_bias,
+            "down": mlp.down_proj.weight,
+            "down_bias": mlp.down_proj.bias,
+            "router": None,
+        }
     return _Layer(
         input_norm=layer.input_layernorm.weight,
         qkv=qkv,
@@ -268,10 +326,7 @@ def _prepare(layer: Any) -> _Layer:
         out=attention.o_proj.weight,
         out_bias=attention.o_proj.bias,
         post_norm=layer.post_attention_layernorm.weight,
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=mlp.down_proj.weight,
-        down_bias=mlp.down_proj.bias,
+        **feed_forward,
         attention=attention,
         mlp=mlp,
     )

@@ -85,6 +85,9 @@ class DeterministicDecoder(Decoder):
             torch.set_num_threads(1)
         return y_TH
 
+    def _rows(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return _padded(x_TH)
+
     def _forward(
         self,
         ids_T: torch.Tensor,

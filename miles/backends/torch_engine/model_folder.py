@@ -7,7 +7,7 @@ from pathlib import Path
 
 from miles.errors import EngineError
 
-SUPPORTED = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+SUPPORTED = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE"}
 
 
 def check_folder(folder: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from miles.backends.torch_engine.request import RequestRefused
 from miles.backends.weight_sync.checksum import checksum_tensor
+from miles.utils.expert_weights import places_as_named, places_of_experts
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 _LISTED = 20
@@ -16,11 +17,13 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class WeightStore:
-    """Parameters of a transformers module, updated in place."""
+    """Parameters of a transformers module, updated in place under the names that a model folder has for them."""
 
     def __init__(self, hf: Any) -> None:
         self._parameters: dict[str, torch.nn.Parameter] = dict(hf.named_parameters())
-        self._tied = bool(hf.config.tie_word_embeddings) and _HEAD not in self._parameters
+        find_places = places_of_experts if hf.config.model_type == "qwen3_moe" else places_as_named
+        self._places = find_places({name: tuple(p.shape) for name, p in self._parameters.items()})
+        self._tied = bool(hf.config.tie_word_embeddings) and _HEAD not in self._places
         self._snapshot: dict[str, str] | None = None
         self.received: set[str] = set()
         """Names replaced since the last complete update."""
@@ -33,8 +36,8 @@ class WeightStore:
 
     @property
     def names(self) -> list[str]:
-        """Parameter names; a head tied to the embedding is not one of them."""
-        return list(self._parameters)
+        """Names in the model folder; a head tied to the embedding is not one of them."""
+        return list(self._places)
 
     def replace(self, named: NamedTensors, complete: bool) -> None:
         """Replace the named parameters, or none of them.
@@ -48,7 +51,7 @@ class WeightStore:
         if problems:
             self.fail(_listed(problems))
         for name, tensor in named:
-            self._target(name).data.copy_(tensor)
+            self._target(name).copy_(tensor)
             self.received.add(name)
         if complete:
             missing = self._missing(self.received)
@@ -57,7 +60,7 @@ class WeightStore:
             else:
                 self.half_updated = (
                     f"weights are half updated: an update failed, and the next did not send {len(missing)} of "
-                    f"{len(self._parameters)} parameters ({', '.join(missing[:3])}, ...)"
+                    f"{len(self._places)} parameters ({', '.join(missing[:3])}, ...)"
                 )
             self.received = set()
 
@@ -82,7 +85,7 @@ class WeightStore:
     def checksums(self) -> dict[str, str]:
         """Checksum of every parameter by name."""
         self._require_memory()
-        return {name: checksum_tensor(parameter) for name, parameter in self._parameters.items()}
+        return {name: checksum_tensor(self._target(name)) for name in self._places}
 
     def release(self) -> None:
         """Give the memory of all parameters back; they keep their shapes. Repeating it does nothing."""
@@ -150,21 +153,22 @@ class WeightStore:
 
     def _missing(self, given: set[str]) -> list[str]:
         """Parameters that are not among the given names; a tied head stands for the embedding."""
-        return sorted(set(self._parameters) - given - ({_EMBEDDING} if self._tied and _HEAD in given else set()))
+        return sorted(set(self._places) - given - ({_EMBEDDING} if self._tied and _HEAD in given else set()))
 
     def _knows(self, name: str) -> bool:
-        return name in self._parameters or (self._tied and name == _HEAD)
+        return name in self._places or (self._tied and name == _HEAD)
 
-    def _target(self, name: str) -> torch.nn.Parameter:
-        return self._parameters[_EMBEDDING if self._tied and name == _HEAD else name]
+    def _target(self, name: str) -> torch.Tensor:
+        place = self._places[_EMBEDDING if self._tied and name == _HEAD else name]
+        return place.of(self._parameters[place.source].data)
 
     def _problems(self, named: NamedTensors) -> list[str]:
         problems: list[str] = []
         seen: dict[str, torch.Tensor] = {}
         for name, tensor in named:
             if not self._knows(name):
-                near = difflib.get_close_matches(name, self._parameters, n=1)
-                hint = f"nearest: {near[0]}" if near else f"one of the engine's: {next(iter(self._parameters))}"
+                near = difflib.get_close_matches(name, self._places, n=1)
+                hint = f"nearest: {near[0]}" if near else f"one of the engine's: {next(iter(self._places))}"
                 problems.append(f"{name} is not a parameter ({hint})")
                 continue
             own = self._target(name)

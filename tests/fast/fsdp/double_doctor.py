@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
-from miles.backends.fsdp_utils import critic, worker
+from miles.backends.fsdp_utils import critic, roles, worker
 from miles.backends.fsdp_utils import model as fsdp_model
 from miles.doctor import ranks
 
@@ -47,7 +47,7 @@ def in_double(load, mode):
 def main(folder):
     mode = InDouble()
     fsdp_model.MixedPrecisionPolicy = lambda **kwargs: MixedPrecisionPolicy()
-    worker.load_policy = in_double(worker.load_policy, mode)
+    worker.load_policy = roles.load_policy = in_double(worker.load_policy, mode)
     critic.load_critic = in_double(critic.load_critic, mode)
     torch.set_default_dtype(torch.float64)
     with mode:

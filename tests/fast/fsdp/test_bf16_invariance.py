@@ -58,7 +58,7 @@ def differences(model_folder, tmp_path, name, whole, split, max_tokens):
     )
     with open_worker(config, tmp_path) as worker:
         if name == "ppo":
-            head = worker._critic._model.value_head.to_local()
+            head = worker._roles.critic._model.value_head.to_local()
             with torch.no_grad():
                 head.copy_(torch.linspace(-0.1, 0.1, head.numel())[None])
         before = weights_of(worker)
@@ -74,7 +74,7 @@ def differences(model_folder, tmp_path, name, whole, split, max_tokens):
 
 
 def gradient_of(worker):
-    moments = worker._optimizer.moments()
+    moments = worker._roles.optimizer.moments()
     return torch.cat([moments[key].to_local().flatten() for key in sorted(moments) if "exp_avg." in key])
 
 

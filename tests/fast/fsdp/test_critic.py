@@ -9,6 +9,7 @@ from transformers import Qwen3ForCausalLM
 
 from miles.backends.fsdp_utils.checkpoint import SavedTrainer
 from miles.backends.fsdp_utils.critic import CRITIC, VALUE_HEAD, critic_tensors, load_critic
+from miles.backends.fsdp_utils.planned_batch import balance_cost
 from miles.backends.training_utils.packing import FlatBatch
 from miles.errors import CheckpointError, HookError, TrainingError
 from tests.fast.fsdp.ranks import play_all
@@ -37,7 +38,7 @@ def ppo_config(folder, **sections):
 def critic_of(worker):
     return {
         name: (t.full_tensor() if isinstance(t, DTensor) else t).clone()
-        for name, t in worker._critic.tensors().items()
+        for name, t in worker._roles.critic.tensors().items()
     }
 
 
@@ -94,7 +95,7 @@ def test_two_optimizer_steps_equal_a_plain_training_loop(model_folder, tmp_path)
     )
     with open_worker(config, tmp_path) as worker:
         with torch.no_grad():
-            head = worker._critic._model.value_head
+            head = worker._roles.critic._model.value_head
             head.to_local().copy_(torch.linspace(-0.1, 0.1, head.numel())[None])
         metrics = worker.train(scored_batch(worker, samples), 0)
         ours = critic_of(worker)
@@ -154,7 +155,7 @@ def test_ranks_are_balanced_by_what_policy_and_critic_cost_together(model_folder
         algorithm = {"algorithm": {}} if critic is None else {"critic": {"load": str(critic)}}
         config = ppo_config(model_folder, **algorithm, train={"balance_by_flops": True})
         with open_worker(config, tmp_path) as worker:
-            costs[name] = worker._balance_cost(lengths)
+            costs[name] = balance_cost(worker._config, worker._roles, lengths)
     head = 2 * VOCAB * 32 * lengths  # a critic has a value where the policy has its vocabulary
     value = 2 * 32 * lengths
     np.testing.assert_allclose(costs["same"], 2 * costs["none"] - head + value)
@@ -316,7 +317,7 @@ def test_values_that_are_no_numbers_name_their_samples(model_folder, tmp_path):
         batch = scored_batch(worker, make_samples())
         before = weights_of(worker)
         with torch.no_grad():
-            worker._critic._model.value_head.to_local().fill_(float("nan"))
+            worker._roles.critic._model.value_head.to_local().fill_(float("nan"))
         with pytest.raises(TrainingError, match=r"the critic's value is nan .* in samples 500"):
             worker.train(batch, 0)
         assert largest_difference(before, weights_of(worker)) == 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from miles.backends.fsdp_utils import model
 from tests.fast.fsdp.support import (
     largest_difference,
     make_batch,
@@ -48,12 +49,33 @@ def test_attention_runs_once_where_it_is_kept_and_twice_where_all_is_recomputed(
         config = make_config(model_folder, train={"recompute": recompute}, parity={"enabled": False})
         with open_worker(config, tmp_path) as worker:
             calls.clear()
-            worker._optimizer_step  # noqa: B018
             batch = make_batch(make_samples(2))
             worker.train(batch, 0)
             counts[recompute] = len(calls)
     assert counts["selective"] == counts["none"]
     assert counts["full"] == counts["none"] + 2
+
+
+def test_small_layers_are_gathered_together_in_order():
+    layers = [torch.nn.Linear(99, size, bias=False) for size in (10, 10, 10, 50, 5, 5)]
+    for least, expected in ((1, [1] * 6), (1980, [2, 2, 2]), (2500, [3, 1, 2]), (10**6, [6])):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "UNIT_PARAMETERS", least)
+            units = model.gathered_together(layers)
+        assert [layer for unit in units for layer in unit] == layers
+        assert [len(unit) for unit in units] == expected
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_how_many_layers_are_gathered_together_changes_no_bit(tmp_path, monkeypatch, recompute):
+    folder = make_model_folder(tmp_path / "model", num_hidden_layers=4)
+    together = trained(folder, tmp_path, recompute=recompute)
+    for least in (1, 30_000):
+        monkeypatch.setattr(model, "UNIT_PARAMETERS", least)
+        apart = trained(folder, tmp_path, recompute=recompute)
+        assert apart[0] == together[0]
+        assert apart[2] == together[2]
+        assert largest_difference(apart[1], together[1]) == 0
 
 
 @pytest.mark.slow

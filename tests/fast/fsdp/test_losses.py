@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from miles.backends.fsdp_utils.checkpoint import SavedTrainer
-from miles.backends.fsdp_utils.worker import FsdpTrainWorker
+from miles.backends.fsdp_utils.passes import Passes
 from miles.errors import HookError, TrainingError
 from tests.fast.fsdp.ranks import play_all
 from tests.fast.fsdp.support import (
@@ -263,8 +263,8 @@ def test_ci_checks_pass_on_a_sound_run_and_its_gradient_norms_repeat(model_folde
 
 
 def test_ci_checks_stop_a_run_whose_first_step_is_not_on_policy(model_folder, tmp_path, monkeypatch):
-    real = FsdpTrainWorker._forward_only
-    monkeypatch.setattr(FsdpTrainWorker, "_forward_only", lambda *a: real(*a) - 0.01)
+    real = Passes.forward_only
+    monkeypatch.setattr(Passes, "forward_only", lambda *a: real(*a) - 0.01)
     with pytest.raises(TrainingError, match="ppo_kl is"):
         train(model_folder, tmp_path, make_samples(), ci={**CI, "logprobs_checker": False})
     train(model_folder, tmp_path, make_samples(), ci={**CI, "kl_checker": False, "logprobs_checker": False})
@@ -323,14 +323,14 @@ def test_a_rank_without_work_does_not_call_a_custom_loss_and_knows_its_metrics(p
 
 
 def test_nan_from_the_reference_model_names_the_sample(model_folder, tmp_path, monkeypatch):
-    real = FsdpTrainWorker._forward_only
+    real = Passes.forward_only
 
     def forward(self, model, *given):
         logprobs_R = real(self, model, *given)
-        if model is self._reference:
+        if model is self._roles.reference:
             logprobs_R[0] = float("nan")
         return logprobs_R
 
-    monkeypatch.setattr(FsdpTrainWorker, "_forward_only", forward)
+    monkeypatch.setattr(Passes, "forward_only", forward)
     with pytest.raises(TrainingError, match=r"the reference model's log-prob is nan.*samples 500\n"):
         train(model_folder, tmp_path, make_samples(), algorithm={"use_kl_loss": True})

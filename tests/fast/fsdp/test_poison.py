@@ -30,9 +30,10 @@ def samples_with(column, value):
 def everything(worker):
     """Weights and moments of every role, and the counters, as a checkpoint holds them."""
     tensors = {
-        name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in worker._checkpoint_tensors().items()
+        name: t.full_tensor() if hasattr(t, "full_tensor") else t
+        for name, t in worker._roles.checkpoint_tensors().items()
     }
-    return {name: t.clone() for name, t in tensors.items()}, worker._optimizer.num_updates
+    return {name: t.clone() for name, t in tensors.items()}, worker._roles.optimizer.num_updates
 
 
 def assert_untouched(before, worker):
@@ -70,17 +71,17 @@ def test_a_column_of_the_batch_is_named_with_its_sample(model_folder, tmp_path, 
 
 def poison_reference(worker):
     with torch.no_grad():
-        next(worker._reference.parameters()).to_local().fill_(NAN)
+        next(worker._roles.reference.parameters()).to_local().fill_(NAN)
 
 
 def poison_policy(worker):
     with torch.no_grad():
-        next(worker._model.parameters()).to_local().fill_(NAN)
+        next(worker._roles.policy.parameters()).to_local().fill_(NAN)
 
 
 def poison_value_head(worker):
     with torch.no_grad():
-        worker._critic._model.value_head.to_local().fill_(NAN)
+        worker._roles.critic._model.value_head.to_local().fill_(NAN)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_a_mask_of_a_users_correction_is_named_with_its_sample(model_folder, tmp
 def huge_logits(worker):
     """A head so large that logits overflow: log-probs of the optimizer step are NaN, and nothing was scored before."""
     with torch.no_grad():
-        worker._model.hf.get_input_embeddings().weight.to_local().fill_(3e38)  # tied to the head
+        worker._roles.policy.hf.get_input_embeddings().weight.to_local().fill_(3e38)  # tied to the head
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_a_divergence_that_overflows_skips_the_step(model_folder, tmp_path):
     config = configured(model_folder, {**KL, "kl_loss_type": "k3", "use_rollout_logprobs": True})
     with open_worker(config, tmp_path) as worker:
         with torch.no_grad():  # a policy that is sure of tokens, of which the reference is not
-            worker._model.hf.base_model.norm.weight.to_local().mul_(1e3)
+            worker._roles.policy.hf.base_model.norm.weight.to_local().mul_(1e3)
         before = everything(worker)
         batch = make_batch([{**s, "rollout_log_probs": [-1.0] * len(s["loss_mask"])} for s in make_samples()])
         assert worker.train(batch, 0)["train/skipped_steps"] == 1

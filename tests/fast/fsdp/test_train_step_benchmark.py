@@ -9,7 +9,8 @@ def test_the_benchmark_of_training_steps_runs_the_trainer_on_each_pack(tmp_path,
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert train_step.main(["--tiny", "--times", "1", "--profile", "3", "--json", str(tmp_path / "out.json")]) == 0
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [(row["pack"], row["tokens"]) for row in rows] == [("4 x 32", 128), ("3 x 100", 127)]
+    assert [(row["pack"], row["tokens"]) for row in rows] == [("4 x 32", 128), ("3 x 100", 127)] * 2
+    assert [row["model"] for row in rows] == ["tiny"] * 2 + ["tiny-moe"] * 2
     assert all(row["tokens_per_s"] > 0 and row["steps"] == 1 for row in rows)
     assert len(rows[0]["kernels"]) == 4
     assert "tokens/s" in capsys.readouterr().out

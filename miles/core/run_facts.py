@@ -21,6 +21,10 @@ class EngineEndpoint:
     """What serves there. SGLang fuses and shards parameters, so its checksums are by names of its own."""
     tp: int = 1
     """Processes that share the model, each on a GPU of its own."""
+    gpu_ids: tuple[str, ...] = ()
+    """The GPU of each of these processes, as CUDA_VISIBLE_DEVICES names it; empty on a CPU."""
+    attachment: int = 0
+    """How often the run has attached to this server, which somebody else started; 0 of an engine of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from miles.backends.weight_sync.records import SentWeights, TransportName
-from miles.config.resources import parity_bounds
+from miles.backends.weight_sync.records import TransportName
+from miles.config.resources import parity_bounds, weights_transport
 from miles.config.schema import RunConfig
 from miles.core.plugins import load_function
 from miles.core.ports import Metrics
@@ -17,6 +18,11 @@ from miles.core.run_facts import EngineEndpoint
 from miles.core.train_batch import TrainBatch
 from miles.ray.actor_process import enter
 from miles.utils.hf import context_length
+
+if TYPE_CHECKING:
+    from miles.backends.weight_sync.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 
 class TrainActor:
@@ -26,16 +32,16 @@ class TrainActor:
         """`gpus` are those it may use, as CUDA_VISIBLE_DEVICES names them; Ray has hidden all of them."""
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._log_path = enter(f"trainer-{rank}", run_dir, blocks=True)
-        self._run_dir, self._rank = run_dir, rank
+        self._run_dir, self._rank, self._gpus = run_dir, rank, gpus
         self._learned = False
-        self._transports: dict[TransportName, Any] = {}
+        self._transports: dict[TransportName, Transport] = {}
         self._probed: list[list[float]] = []
 
     def start(
         self, config: RunConfig, worker_path: str, codec_path: str, init: Mapping[str, Any], load_folder: str | None
     ) -> None:
         """Build the worker named by `worker_path`, and resume it from `load_folder` if given."""
-        self._config = config
+        self._config, self._world_size = config, int(init["world_size"])
         self._worker: Any = load_function(worker_path)(config, rank=self._rank, **init)
         self._codec: Any = load_function(codec_path)()
         if load_folder:
@@ -77,44 +83,40 @@ class TrainActor:
         """Send all weights to the engines; collective, rank 0 sends and returns a `SentWeights`.
 
         `transport` None is the run's own. An update that fails still takes part in every collective, so that the ranks
-        can go on together.
+        can go on together; rank 0 raises, and the others log what it told them.
         """
+        chosen = self._transport(transport or weights_transport(self._config))
+        expected_nbytes = self._worker.expected_weights()
         named_tensors = self._worker.hf_weights()
         try:
             if self._rank == 0:
-                return await self._send(named_tensors, engines, version, transport or self._config.weights.transport)
+                sent = await chosen.send(
+                    named_tensors, engines, version=version, expected_nbytes=expected_nbytes, learned=self._learned
+                )
+                self._learned = False
+                return sent
+            if failure := chosen.follow(named_tensors, engines):
+                logger.error("weights %d were not sent: %s", version, failure)
             return None
         finally:
             for _ in named_tensors:
                 pass
 
-    async def _send(
-        self,
-        named_tensors: Iterator[Any],
-        engines: Sequence[EngineEndpoint],
-        version: int,
-        name: TransportName,
-    ) -> SentWeights:
+    def _transport(self, name: TransportName) -> Transport:
+        from miles.backends.weight_sync.ranks import TrainerRanks
         from miles.backends.weight_sync.transports import build_transport
 
-        weights, model_folder = self._config.weights, Path(self._config.model.hf_checkpoint)
         if name not in self._transports:
+            weights = self._config.weights
             self._transports[name] = build_transport(
                 name,
                 codec=self._codec,
                 bucket_bytes=weights.buffer_size,
                 disk_folder=Path(weights.disk_dir or f"{self._run_dir}/weights"),
-                model_folder=model_folder,
+                model_folder=Path(self._config.model.hf_checkpoint),
+                ranks=TrainerRanks(self._rank, self._world_size, self._gpus),
             )
-        sent = await self._transports[name].send(
-            named_tensors,
-            engines,
-            version=version,
-            expected_nbytes=self._worker.expected_weights(),
-            learned=self._learned,
-        )
-        self._learned = False
-        return sent
+        return self._transports[name]
 
     async def ask_probes(self, engine: EngineEndpoint) -> None:
         """Have `engine` score the probe sequences, and keep its answer."""

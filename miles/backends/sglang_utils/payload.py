@@ -1,4 +1,4 @@
-"""The wire of a tensor update of SGLang on one GPU: a flattened bucket that its process maps by a CUDA IPC handle.
+"""The wire of a tensor update of SGLang: a flattened bucket that a process on the same GPU maps by a CUDA IPC handle.
 
 SGLang reads a pickle, of which it accepts names of torch and of the standard library; the borders of the tensors travel
 as plain namespaces with the attributes that it reads. So the trainer imports nothing of SGLang.

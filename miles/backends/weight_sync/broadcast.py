@@ -12,7 +12,7 @@ import torch
 from miles.backends.weight_sync.liveness import DEATH_NOTICE_S, died, living, while_alive
 from miles.backends.weight_sync.process_group import UpdateGroup, address_towards, in_thread, serve_store
 from miles.backends.weight_sync.records import SentWeights
-from miles.backends.weight_sync.transport import Account, NamedTensor, buckets, call
+from miles.backends.weight_sync.transport import Account, NamedTensor, SourceAlone, buckets, call
 from miles.core.run_facts import EngineEndpoint
 from miles.errors import EngineError, MilesError, WeightSyncError
 from miles.utils.http_utils import split_host_port
@@ -21,11 +21,11 @@ ANSWER_GRACE_S = 5.0
 """Seconds in which engines tell why a broadcast failed for them."""
 JOIN_TIMEOUT_S = 60.0
 """Seconds in which all members of a new group must have found each other."""
-_Member = tuple[str, int]
+_Member = tuple[str, int, int]
 T = TypeVar("T")
 
 
-class BroadcastTransport:
+class BroadcastTransport(SourceAlone):
     """Rank 0 of a gloo group sends, the engines are ranks 1 and up.
 
     The group is kept from one update to the next; when an engine has joined or left, or an update has failed, it is left
@@ -67,7 +67,7 @@ class BroadcastTransport:
 
     async def _join(self, engines: Sequence[EngineEndpoint]) -> None:
         """Be in a group with exactly these engines."""
-        members = {(e.url, e.pid): e for e in engines}
+        members = {(e.url, e.pid, e.attachment): e for e in engines}
         if self._group is not None and self._members == members:
             return
         await self._dissolve()

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from miles.backends.weight_sync.records import SentWeights
-from miles.backends.weight_sync.transport import Account, NamedTensor, buckets, call_all
+from miles.backends.weight_sync.transport import Account, NamedTensor, SourceAlone, buckets, call_all
 from miles.core.run_facts import EngineEndpoint
 from miles.errors import WeightSyncError
 
@@ -25,7 +25,7 @@ _OURS = re.compile(r"\.?weight_v\d{6,}(\.partial)?")
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
-class DiskTransport:
+class DiskTransport(SourceAlone):
     """Writes `folder/weight_v{version:06d}` beside its final name, renames it, has engines load it, and removes it.
 
     Trainer and engines must see `folder` under the same path. It belongs to one trainer at a time, which holds a lock on
@@ -33,7 +33,7 @@ class DiskTransport:
     """
 
     def __init__(self, folder: Path, model_folder: Path, shard_bytes: int) -> None:
-        self._folder, self._model_folder, self._shard_bytes = folder, model_folder, shard_bytes
+        self._folder, self._model_folder, self._shard_bytes = folder.absolute(), model_folder, shard_bytes
         self._lock: int | None = None
 
     async def send(

@@ -58,8 +58,9 @@ async def while_alive(engines: Sequence[EngineEndpoint], work: Awaitable[T]) -> 
 
 def died(engine: EngineEndpoint) -> EngineError:
     """The error of an engine that does not accept connections any more."""
+    whose = "started by somebody else" if engine.attachment else f"process {engine.pid}"
     return EngineError(
-        f"the engine (process {engine.pid}) died during a weight update: {engine.url} refuses connections",
+        f"the engine ({whose}) died during a weight update: {engine.url} refuses connections",
         engine=engine.engine_id,
         log_path=engine.log_path,
         last_lines=last_lines(engine.log_path) if engine.log_path else "",

@@ -29,6 +29,15 @@ class ProofPlan:
     """Updates between two proofs through the second load path; 0 never."""
     transport: TransportName = "tensor"
     """The run's own transport; the second load path is another one."""
+    shares_memory: bool = True
+    """Whether the engines may be given weights through memory of this machine."""
+
+    @property
+    def second_path(self) -> TransportName:
+        """The way by which weights are sent again, to be compared."""
+        if self.transport != "disk":
+            return "disk"
+        return "tensor" if self.shares_memory else "broadcast"
 
 
 class Publisher:
@@ -69,7 +78,7 @@ class Publisher:
             enabled=proofs.verify,
             starts_from_folder=proofs.starts_from_folder,
             reload_interval=proofs.reload_interval,
-            second_path="tensor" if proofs.transport == "disk" else "disk",
+            second_path=proofs.second_path,
         )
         self._probe_interval, self._tolerate_deaths = probe_interval, tolerate_deaths
         self._mode: lifecycle.UpdateMode = mode

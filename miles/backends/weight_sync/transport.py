@@ -38,9 +38,21 @@ class Transport(Protocol):
         """
         ...
 
+    def follow(self, named_tensors: Iterable[NamedTensor], engines: Sequence[EngineEndpoint]) -> str:
+        """What the other ranks do while rank 0 sends; returns why the update failed, where they are told. Rank 0 raises it."""
+        ...
+
     def close(self) -> None:
         """Give up connections and files."""
         ...
+
+
+class SourceAlone:
+    """A transport for which the other ranks do nothing but gather tensors with rank 0."""
+
+    def follow(self, named_tensors: Iterable[NamedTensor], engines: Sequence[EngineEndpoint]) -> str:
+        """As `Transport.follow`: nothing."""
+        return ""
 
 
 def buckets(named_tensors: Iterable[NamedTensor], size_bytes: int) -> Iterator[tuple[list[NamedTensor], bool]]:

@@ -12,8 +12,9 @@ from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 from miles.backends.torch_engine.payload import SharedMemoryCodec
-from miles.backends.weight_sync import lifecycle, tensor
+from miles.backends.weight_sync import lifecycle
 from miles.backends.weight_sync.publisher import ProofPlan, Publisher
+from miles.backends.weight_sync.tensor import TensorTransport
 from miles.core.run_facts import EngineEndpoint, RouterEndpoint
 from miles.core.samples import Sample
 from miles.errors import EngineError, WeightSyncError
@@ -104,12 +105,10 @@ class Weights:
             await self.during(version)
         named = [(n, p.detach()) for n, p in self.of(version).named_parameters()]
         sent = [(n, p[:1]) if self.broken and n == "lm_head.weight" else (n, p) for n, p in named]
-        return await tensor.send(
+        return await TensorTransport(SharedMemoryCodec(), 16 * 1024).send(
             sent,
             list(engines),
-            SharedMemoryCodec(),
             version=version,
-            bucket_bytes=16 * 1024,
             expected_nbytes={n: p.nbytes for n, p in named},
             learned=True,
         )

@@ -37,7 +37,8 @@ class HangExplainer:
             driver = self._graph()
             if driver is None:
                 return NO_BEAT
-            return f"probably: {self._note(driver, wait_graph.culprit(driver, owner, name), 'long wait').text}"
+            found = self._note(driver, wait_graph.culprit(driver, owner, name), "long wait")
+            return f"probably: {found.text}{self._last_words(found)}"
 
     def stalled(self, owner: str, name: str) -> str:
         """The whole graph, what the chain that begins with this wait ends at, and where the stacks are."""
@@ -72,4 +73,7 @@ class HangExplainer:
                 told = stacks.collect(answering, silent, self._waits_dir, out)
             except OSError as error:
                 told = f"no stacks: {error}"
-            return f"{wait_graph.render(driver, found)}\n{told}"
+            return f"{wait_graph.render(driver, found)}{self._last_words(found)}\n{told}"
+
+    def _last_words(self, found: wait_graph.Culprit) -> str:
+        return wait_graph.last_words(self._logs_dir, found.works) if found.works else ""

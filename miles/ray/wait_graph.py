@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from miles.utils.heartbeat import BEAT_S
+from miles.utils.waits import ITSELF
 
 DRIVER = "driver"
 QUEUE = "samples in flight"
@@ -21,6 +24,12 @@ SILENT_S = 10 * BEAT_S
 _MOST_WAITS = 8
 _MOST_PROCESSES = 8
 _MOST_SUBJECTS = 4
+QUIET_S = 60.0
+"""Seconds without a new line in its log after which a process that works by itself is told with the end of that log."""
+_QUIET_LINES = 5
+_MOST_LETTERS = 200
+_LOG_END_BYTES = 1 << 16
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _STATES = {
     psutil.STATUS_STOPPED: "stopped",
     psutil.STATUS_TRACING_STOP: "stopped by a debugger",
@@ -111,6 +120,8 @@ class WaitNode:
 
     def describe(self) -> str:
         """One line, without the processes."""
+        if self.owner == ITSELF:
+            return f"{self.name}, {self.age_s:.0f} s so far"
         times = f", {self.count} times" if self.count > 1 else ""
         text = f"waits {self.age_s:.0f} s for {self.owner}: {self.name}{times}"
         if self.subjects:
@@ -185,6 +196,8 @@ class Culprit:
     text: str
     involved: tuple[ProcessNode, ...]
     """Driver first; of several processes behind one owner, all."""
+    works: str = ""
+    """Role of the process that the chain ends at when that is at work of its own, which its log tells more of."""
 
 
 def culprit(driver: ProcessNode, owner: str = "", name: str = "") -> Culprit:
@@ -203,6 +216,8 @@ def culprit(driver: ProcessNode, owner: str = "", name: str = "") -> Culprit:
         top_s = max(top_s, oldest.age_s)
         waited = oldest.describe().removeprefix("waits ")
         fresh = [p for p in oldest.on if not p.shown_above]
+        if oldest.owner == ITSELF:
+            return Culprit(f"{node.role} (pid {node.pid}) {waited}", tuple(involved), node.role)
         if not fresh:
             text = f"{node.role} waits {waited}"
             if oldest.age_s < top_s / 2:
@@ -240,6 +255,37 @@ def _at_the_end(node: ProcessNode, waited: str) -> str:
     if not waited:
         return f"{node.role} waits for no other process"
     return f"{node.role} (pid {node.pid}), {node.state}, itself waits for nothing that has a name (waited {waited})"
+
+
+def last_words(logs_dir: Path, role: str) -> str:
+    """The last line of a process's log and its age; of a log that has long been quiet the last lines. Empty without a log."""
+    path = logs_dir / f"{role}.log"
+    lines = log_lines(path, _QUIET_LINES)
+    try:
+        quiet_s = time.time() - path.stat().st_mtime
+    except OSError:
+        return ""
+    if not lines:
+        return f"; its log ({path}) is empty"
+    if quiet_s < QUIET_S:
+        return f"; its log, {max(0.0, quiet_s):.0f} s ago: {lines[-1]}"
+    return "\n      ".join([f"; its log has said nothing for {quiet_s:.0f} s and ends:", *lines])
+
+
+def log_lines(path: Path, most: int) -> list[str]:
+    """The last lines of a log that say something: with letters, without colours, of a progress bar its last state."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END_BYTES))
+            end = log.read().decode(errors="replace")
+    except OSError:
+        return []
+    found: list[str] = []
+    for line in reversed(end.split("\n")):
+        text = _ESCAPES.sub("", line).rstrip().rpartition("\r")[2].strip()
+        if any(map(str.isalpha, text)) and len(found) < most:
+            found.append(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} ...")
+    return found[::-1]
 
 
 def _where(at: Sequence[str]) -> str:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 SERVER_ARGS = Path("srt", "server_args.py")
+FIRST, BELOW = (0, 5, 17), (0, 6)
+SUPPORTED = f">={'.'.join(map(str, FIRST))},<{'.'.join(map(str, BELOW))}"
+"""Versions that Miles works with, as the extra `sglang` asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,16 @@ def installed_sglang() -> InstalledSglang | None:
     except importlib.metadata.PackageNotFoundError:
         version = "of an unknown version"
     return InstalledSglang(version, frozenset(flags))
+
+
+def is_supported(version: str) -> bool:
+    """Whether `version` is within `SUPPORTED`; one that has no number, as of a checkout, counts as supported."""
+    numbers = re.match(r"[0-9]+(\.[0-9]+)*", version)
+    if numbers is None:
+        return True
+    found = tuple(map(int, numbers[0].split(".")))
+    early = found == FIRST and re.match(r"\.?(dev|a|b|rc)", version[numbers.end() :]) is not None
+    return FIRST <= found < BELOW and not early
 
 
 def read_flags(source: str) -> set[str]:

@@ -13,6 +13,8 @@ from miles.errors import StalledError
 
 T = TypeVar("T")
 _SHOWN_SUBJECTS = 8
+ITSELF = "itself"
+"""Owner of what a process does for so long by itself that others want to know its name, such as `loads the model`."""
 
 
 class Wait:

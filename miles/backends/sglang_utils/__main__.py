@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 from miles.utils import heartbeat
 from miles.utils.process import TOKEN_VARIABLE, die_with_parent, report_ready, watch_stdin
+from miles.utils.waits import ITSELF, OPEN
 
 logger = logging.getLogger("miles.backends.sglang_utils")
 
@@ -55,12 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         watch_stdin()
     prepare_environment(settings.cache_dir)
     heartbeat.start_as_child()
-    with reserved_port(HOST) as port:
+    with reserved_port(HOST) as port, ExitStack() as work:
+        work.enter_context(OPEN.on(ITSELF, "imports SGLang"))
 
         def ready() -> None:
             facts: dict[str, Any] = {"port": port, "pid": os.getpid()}
+            work.close()
             try:
-                warm_up(HOST, port)
+                with OPEN.on(ITSELF, "answers its first request"):
+                    warm_up(HOST, port)
             except (OSError, HTTPException, ValueError) as error:
                 facts = {"error": f"its first request failed: {error}"}
             if settings.ready_fd is not None:
@@ -75,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sglang.srt.entrypoints.http_server import launch_server  # pyright: ignore[reportMissingImports]
         from sglang.srt.server_args import prepare_server_args  # pyright: ignore[reportMissingImports]
 
+        work.close()
+        work.enter_context(OPEN.on(ITSELF, "loads the model"))
         launch_server(prepare_server_args(words), launch_callback=ready)
     return 0
 

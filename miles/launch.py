@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,15 +16,19 @@ from typing import TYPE_CHECKING, Any
 from miles.config.batch_math import batch_plan
 from miles.config.dump import dump
 from miles.config.resources import (
+    admin_key,
     engine_backend,
+    expected_server,
     gpu_plan,
     num_engines,
+    num_started_engines,
     num_train_ranks,
     offloaded_by_engines,
     offloads_train,
     only_evaluates,
     resolved_num_cpus,
     resolved_threads,
+    weights_transport,
 )
 from miles.config.schema import RunConfig
 from miles.core.plugins import load_hooks
@@ -33,6 +37,7 @@ from miles.core.run_facts import RunFacts
 from miles.errors import ConfigError, MilesError
 from miles.ray.commands import engine_command, router_command
 from miles.ray.failure_text import explain_failure, message_of
+from miles.ray.interruption import Interruption
 from miles.ray.plain_parts import NothingToPublish, NoTrainer, SharedMachine
 from miles.ray.start_point import (
     Resumed,
@@ -46,6 +51,7 @@ from miles.ray.start_point import (
 )
 from miles.utils import heartbeat, http_utils, run_record
 from miles.utils.disk import write_whole
+from miles.utils.engine_facts import read_facts
 from miles.utils.run_folder import RESOLVED, make_run_folder
 from miles.utils.run_record import RunRecord
 from miles.utils.signals import SignalThread
@@ -54,6 +60,11 @@ from miles.utils.tracking_utils.events import EventLog
 from miles.utils.waits import Waits
 
 if TYPE_CHECKING:
+    from miles.backends.weight_sync.publisher import Publisher
+    from miles.core.run_facts import EngineEndpoint
+    from miles.ray.checkpoints import IntervalCheckpoints
+    from miles.ray.engine_hosts import ExternalEnginesPlan, OwnEnginesPlan
+    from miles.ray.engine_pool import PoolPlan
     from miles.ray.hang import HangExplainer
     from miles.ray.phases import PhaseLog
     from miles.ray.rollout_manager import ManagerFacts
@@ -83,8 +94,10 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
     start_from = resume_point(config.checkpoint.load)
     record = _check_start(config, run_dir, start_from, console, events)
     num_cpus = resolved_num_cpus(config)
-    cluster.check_placement({"trainer ranks": num_train_ranks(config), "engines": num_engines(config)}, num_cpus)
-    explainer = HangExplainer(run_dir, events)
+    cluster.check_placement(
+        {"trainer ranks": num_train_ranks(config), "engines": num_started_engines(config)}, num_cpus
+    )
+    explainer, interruption = HangExplainer(run_dir, events), Interruption()
     waits = Waits(
         report_s=config.cluster.wait_report_s,
         deadline_s=config.cluster.wait_timeout_s,
@@ -96,10 +109,12 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
         stack.push_async_callback(http_utils.aclose)
         stack.enter_context(heartbeat.of_driver(run_dir))
         signals = stack.enter_context(SignalThread())
+        await stack.enter_async_context(interruption.around())
         ray_cluster = cluster.Cluster(num_cpus)
         stack.callback(ray_cluster.stop)
         await stack.enter_async_context(ray_cluster.watched())
-        _answer_signals(signals, explainer, console)
+        await stack.enter_async_context(interruption.noticed())
+        _answer_signals(signals, explainer, console, interruption)
         started = await _start(config, run_dir, start_from, waits, stack)
         trainer_pids = await waits.on("trainer", "process ids", _pids_of(started.trainers))
         pids = {**started.facts.pids, **trainer_pids}
@@ -116,7 +131,9 @@ async def build(config: RunConfig, run_dir: Path, console: Console, events: Even
         run = _assemble(config, run_dir, start_from, started, steps, tracker, record, waits, phases)
         if started.facts.router:
             weights: Any = run.weights
-            recovery = Recovery(started.manager, weights, waits, console, events, phases)
+            recovery = Recovery(
+                started.manager, weights, waits, console, events, phases, trainer_leaves=offloads_train(config)
+            )
             run = replace(run, weights=recovery)
             await stack.enter_async_context(recovery.running())
         await stack.enter_async_context(run.checkpoints.running())
@@ -151,44 +168,90 @@ async def _start(
     config: RunConfig, run_dir: Path, start_from: Resumed, waits: Waits, stack: AsyncExitStack
 ) -> Started:
     """Start the rollout manager, which starts router and engines, and beside it the trainer ranks."""
+    timeout_s = config.cluster.start_timeout_s
+    manager, trainers = _spawn(config, run_dir, start_from)
+    stack.push_async_callback(_close, [manager, *trainers])
+    manager_start = asyncio.ensure_future(
+        waits.on("rollout manager", "start", _ref(manager.start.remote()), deadline_s=timeout_s)
+    )
+    num_rollout = config.rollout.num_rollout
+    if num_rollout is None:
+        num_rollout = steps_of_epochs(config, (await manager_start).num_prompts)
+    trainer_starts = _start_trainers(config, run_dir, start_from, trainers, num_rollout, stack)
+    trainer_start = waits.on("trainer", "start", asyncio.gather(*trainer_starts), deadline_s=timeout_s)
+    facts, _ = await asyncio.gather(manager_start, trainer_start)
+    return Started(manager, trainers, facts, num_rollout)
+
+
+def _spawn(config: RunConfig, run_dir: Path, start_from: Resumed) -> tuple[Any, list[Any]]:
+    """The actors of rollout manager and trainer ranks, which do nothing yet."""
     from miles.ray.actor_process import spawn
-    from miles.ray.engine_pool import PoolPlan
     from miles.ray.rollout_manager import ManagerSpec, RolloutManager
     from miles.ray.train_actor import TrainActor
 
-    start_timeout_s, gpus = config.cluster.start_timeout_s, gpu_plan(config)
-    pool = PoolPlan(
+    spec = ManagerSpec(
+        run_dir=str(run_dir),
+        pool=_pool_plan(config, run_dir),
+        start_rollout_id=start_from.next_step,
+        state=start_from.rollout,
+    )
+    gpus = gpu_plan(config).train
+    manager = spawn(RolloutManager, config, spec, num_cpus=0)
+    return manager, [spawn(TrainActor, str(run_dir), rank, gpus[rank], num_cpus=1) for rank in range(len(gpus))]
+
+
+def _pool_plan(config: RunConfig, run_dir: Path) -> PoolPlan:
+    """What router and engines are, and what becomes of them when they die."""
+    from miles.ray.engine_pool import PoolPlan
+
+    token = secrets.token_urlsafe(24)
+    return PoolPlan(
         run_dir=str(run_dir),
         num_engines=num_engines(config),
-        engine_command=tuple(engine_command(config)),
-        engine_kind=engine_backend(config),
-        engine_gpus=gpus.engines,
+        engines=_external_plan(config) if config.engine.external else _own_plan(config, run_dir, token),
         router_command=tuple(router_command(config)),
-        token=secrets.token_urlsafe(24),
-        start_timeout_s=start_timeout_s,
+        token=token,
+        start_timeout_s=config.cluster.start_timeout_s,
         health_check_interval_s=config.router.health_check_interval_s,
         failure_threshold=config.router.failure_threshold,
         restart=config.fault_tolerance.enabled,
         max_restarts=config.fault_tolerance.max_restarts,
     )
-    spec = ManagerSpec(
-        run_dir=str(run_dir),
-        pool=pool,
-        start_rollout_id=start_from.next_step,
-        state=start_from.rollout,
-    )
-    manager = spawn(RolloutManager, config, spec, num_cpus=0)
-    trainers = [
-        spawn(TrainActor, str(run_dir), rank, gpus.train[rank], num_cpus=1) for rank in range(num_train_ranks(config))
-    ]
-    stack.push_async_callback(_close, [manager, *trainers])
 
-    manager_start = asyncio.ensure_future(
-        waits.on("rollout manager", "start", _ref(manager.start.remote()), deadline_s=start_timeout_s)
+
+def _own_plan(config: RunConfig, run_dir: Path, token: str) -> OwnEnginesPlan:
+    from miles.ray.engine_hosts import OwnEnginesPlan
+
+    return OwnEnginesPlan(
+        run_dir=str(run_dir),
+        command=tuple(engine_command(config)),
+        kind=engine_backend(config),
+        gpus=gpu_plan(config).engines,
+        token=token,
+        start_timeout_s=config.cluster.start_timeout_s,
     )
-    num_rollout = config.rollout.num_rollout
-    if num_rollout is None:
-        num_rollout = steps_of_epochs(config, (await manager_start).num_prompts)
+
+
+def _external_plan(config: RunConfig) -> ExternalEnginesPlan:
+    from miles.ray.engine_hosts import ExternalEnginesPlan
+
+    return ExternalEnginesPlan(
+        addresses=tuple(config.engine.external_addrs),
+        token=admin_key(config),
+        expected=expected_server(config),
+        return_timeout_s=config.cluster.start_timeout_s,
+    )
+
+
+def _start_trainers(
+    config: RunConfig,
+    run_dir: Path,
+    start_from: Resumed,
+    trainers: list[Any],
+    num_rollout: int,
+    stack: AsyncExitStack,
+) -> list[Awaitable[Any]]:
+    """Let every rank load its model and meet the others."""
     # Not named by process id: in a container the next run has the same one, and ranks that meet in the file of a run that
     # was killed wait for its ports for ever.
     rendezvous = run_dir / f".rendezvous-{secrets.token_hex(8)}"
@@ -201,13 +264,15 @@ async def _start(
         "facts": RunFacts(run_dir=str(run_dir), start_rollout_id=start_from.next_step),
     }
     load_folder = str(start_from.folder / "trainer") if start_from.folder else None
-    worker_path = WORKERS[config.train.backend]
-    trainer_starts = [
-        _ref(t.start.remote(config, worker_path, CODECS[engine_backend(config)], init, load_folder)) for t in trainers
-    ]
-    trainer_start = waits.on("trainer", "start", asyncio.gather(*trainer_starts), deadline_s=start_timeout_s)
-    facts, _ = await asyncio.gather(manager_start, trainer_start)
-    return Started(manager, trainers, facts, num_rollout)
+    parts = (WORKERS[config.train.backend], _codec(config))
+    return [_ref(trainer.start.remote(config, *parts, init, load_folder)) for trainer in trainers]
+
+
+def _codec(config: RunConfig) -> str:
+    """How the engines want their buckets. Servers that somebody else started say what they are."""
+    if config.engine.external and weights_transport(config) == "tensor":
+        return CODECS[read_facts(config.engine.external_addrs[0], admin_key(config)).kind]
+    return CODECS[engine_backend(config)]
 
 
 def _assemble(
@@ -222,92 +287,140 @@ def _assemble(
     phases: PhaseLog,
 ) -> Run:
     """Join what was started into the parts that the driver knows."""
-    from miles.backends.weight_sync.publisher import ProofPlan, Publisher
-    from miles.ray.checkpoints import IntervalCheckpoints
     from miles.ray.phases import PhasedTrainer
     from miles.ray.rollout_client import IntervalEvaluation, RolloutClient
-    from miles.ray.taking_turns import TAGS, TakingTurns
     from miles.ray.train_group import TrainGroup
 
     rollout = RolloutClient(started.manager, waits, phases)
-    placement: Placement = SharedMachine()
     trainer: Any = NoTrainer()
-    weights: Any = NothingToPublish(start_from.weight_version)
     if started.trainers:
         trainer = TrainGroup(started.trainers, waits, save_hf=config.checkpoint.save_hf)
+    placement: Placement = SharedMachine()
+    weights: Any = NothingToPublish(start_from.weight_version)
     if started.trainers and started.facts.router:
-        given_up = offloaded_by_engines(config)
-        if offloads_train(config) or given_up:
-            placement = TakingTurns(
-                trainer,
-                lambda: weights.engines,
-                waits,
-                offload_train=offloads_train(config),
-                tags=[TAGS[level] for level in given_up],
-            )
-        weights = Publisher(
-            trainer,
-            started.facts.router,
-            started.facts.engines,
-            placement,
-            rollout.set_weight_version,
-            tracker,
-            waits,
-            version=start_from.weight_version,
-            first_step=start_from.next_step,
-            proofs=ProofPlan(
-                verify=config.weights.verify,
-                starts_from_folder=start_from.folder is None,
-                reload_interval=config.weights.reload_interval,
-                transport=config.weights.transport,
-            ),
-            probe_interval=config.parity.interval if config.parity.enabled else 0,
-            mode=config.weights.mode,
-            tolerate_deaths=config.fault_tolerance.enabled,
-        )
+        placement = _placement(config, started.manager, trainer, lambda: weights.engines, waits)
+        weights = _publisher(config, start_from, started.facts, trainer, placement, rollout, tracker, waits)
     trainer = PhasedTrainer(trainer, phases)
-    checkpoint = config.checkpoint
+    interval = config.eval.interval or (1 if only_evaluates(config) else None)
     return Run(
         steps=steps,
         rollout=rollout,
         trainer=trainer,
         weights=weights,
-        evaluation=IntervalEvaluation(
-            rollout,
-            tracker,
-            steps,
-            config.eval.interval or (1 if only_evaluates(config) else None),
-            before=config.eval.before_train,
-        ),
-        checkpoints=IntervalCheckpoints(
-            checkpoints_of(config, run_dir),
-            checkpoint.save_interval,
-            steps,
-            trainer=trainer,
-            rollout=rollout,
-            weights=weights,
-            tracker=tracker,
-            record=record,
-            sentinel=Path(checkpoint.save_trigger_sentinel) if checkpoint.save_trigger_sentinel else None,
-            keep_last=checkpoint.keep_last,
-            loaded_from=start_from.folder,
-            in_background=checkpoint.async_save,
-        ),
+        evaluation=IntervalEvaluation(rollout, tracker, steps, interval, before=config.eval.before_train),
+        checkpoints=_checkpoints(config, run_dir, start_from, steps, trainer, rollout, weights, tracker, record),
         placement=placement,
         tracker=tracker,
     )
 
 
-def _answer_signals(signals: SignalThread, explainer: HangExplainer, console: Console) -> None:
+def _placement(
+    config: RunConfig, manager: Any, trainer: Any, engines: Callable[[], Sequence[EngineEndpoint]], waits: Waits
+) -> Placement:
+    """Who gives memory up to whom."""
+    from miles.ray.recovery import PoolRestarts
+    from miles.ray.taking_turns import TAGS, TakingTurns
+
+    given_up = offloaded_by_engines(config)
+    if not offloads_train(config) and not given_up:
+        return SharedMachine()
+    tags = [TAGS[level] for level in given_up]
+    return TakingTurns(
+        trainer,
+        engines,
+        waits,
+        offload_train=offloads_train(config),
+        tags=tags,
+        restarts=PoolRestarts(manager, waits),
+    )
+
+
+def _publisher(
+    config: RunConfig,
+    start_from: Resumed,
+    facts: ManagerFacts,
+    trainer: Any,
+    placement: Placement,
+    rollout: Any,
+    tracker: Tracker,
+    waits: Waits,
+) -> Publisher:
+    """What brings the trainer's weights to the engines, and proves it."""
+    from miles.backends.weight_sync.publisher import ProofPlan, Publisher
+
+    assert facts.router is not None  # who has engines has a router
+    proofs = ProofPlan(
+        verify=config.weights.verify,
+        starts_from_folder=start_from.folder is None,
+        reload_interval=config.weights.reload_interval,
+        transport=weights_transport(config),
+        shares_memory=not config.engine.external,
+    )
+    return Publisher(
+        trainer,
+        facts.router,
+        facts.engines,
+        placement,
+        rollout.set_weight_version,
+        tracker,
+        waits,
+        version=start_from.weight_version,
+        first_step=start_from.next_step,
+        proofs=proofs,
+        probe_interval=config.parity.interval if config.parity.enabled else 0,
+        mode=config.weights.mode,
+        tolerate_deaths=config.fault_tolerance.enabled,
+    )
+
+
+def _checkpoints(
+    config: RunConfig,
+    run_dir: Path,
+    start_from: Resumed,
+    steps: range,
+    trainer: Any,
+    rollout: Any,
+    weights: Any,
+    tracker: Tracker,
+    record: RunRecord,
+) -> IntervalCheckpoints:
+    """What saves the run, and when."""
+    from miles.ray.checkpoints import IntervalCheckpoints
+
+    checkpoint = config.checkpoint
+    return IntervalCheckpoints(
+        checkpoints_of(config, run_dir),
+        checkpoint.save_interval,
+        steps,
+        trainer=trainer,
+        rollout=rollout,
+        weights=weights,
+        tracker=tracker,
+        record=record,
+        sentinel=Path(checkpoint.save_trigger_sentinel) if checkpoint.save_trigger_sentinel else None,
+        keep_last=checkpoint.keep_last,
+        loaded_from=start_from.folder,
+        in_background=checkpoint.async_save,
+    )
+
+
+def _answer_signals(
+    signals: SignalThread, explainer: HangExplainer, console: Console, interruption: Interruption
+) -> None:
     """SIGTERM ends the run as Ctrl-C does, and SIGUSR1 shows the wait graph. Call it after Ray, which takes SIGTERM.
 
     SIGTERM cancels the run's task rather than raising SIGINT, which a run started in the background ignores.
     """
     loop, run = asyncio.get_running_loop(), asyncio.current_task()
     assert run is not None
+
+    def stop() -> None:
+        interruption.tell()
+        loop.call_soon_threadsafe(run.cancel)
+
     signals.answer(
         {
-            signal.SIGTERM: lambda: loop.call_soon_threadsafe(run.cancel),
+            signal.SIGTERM: stop,
             signal.SIGUSR1: lambda: console.say(explainer.asked()),
         }
     )

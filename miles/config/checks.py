@@ -15,11 +15,21 @@ from miles.config.checks_advantages import ADVANTAGE_CHECKS
 from miles.config.checks_compute import COMPUTE_CHECKS
 from miles.config.checks_data import DATA_CHECKS
 from miles.config.checks_evaluation import EVALUATION_CHECKS
+from miles.config.checks_external import EXTERNAL_CHECKS
 from miles.config.checks_hooks import HOOK_CHECKS
 from miles.config.checks_losses import LOSS_CHECKS
+from miles.config.checks_prefill import PREFILL_CHECKS
 from miles.config.eval_settings import evaluated, evaluates_without_reward, why_it_evaluates
 from miles.config.known import Check
-from miles.config.resources import evaluates, needs_engines, only_evaluates, only_trains, saves, trains_on_rewards
+from miles.config.resources import (
+    evaluates,
+    needs_engines,
+    only_evaluates,
+    only_trains,
+    saves,
+    trains_on_rewards,
+    weights_transport,
+)
 from miles.config.reward_types import is_reward_type, known_reward_types, needs_label, reward_urls, split_boxed
 from miles.config.schema import DataConfig, RolloutConfig, RunConfig
 from miles.config.walk import leaves
@@ -344,11 +354,11 @@ def generating_alone_has_no_checkpoints(cfg: RunConfig) -> Iterator[Issue]:
 
 def a_weights_folder_is_used(cfg: RunConfig) -> Iterator[Issue]:
     weights = cfg.weights
-    if weights.disk_dir is None or weights.transport == "disk" or (weights.verify and weights.reload_interval):
+    if weights.disk_dir is None or weights_transport(cfg) == "disk" or (weights.verify and weights.reload_interval):
         return
     yield Issue(
         "weights.disk_dir",
-        f"names {weights.disk_dir}, but weights go by {weights.transport} and nothing is proven through a folder",
+        f"names {weights.disk_dir}, but weights go by {weights_transport(cfg)} and nothing is proven through a folder",
         "--update-weight-transfer-mode disk, or --weights.reload-interval UPDATES",
     )
 
@@ -408,6 +418,7 @@ CHECKS: tuple[Check, ...] = (
     *ADVANTAGE_CHECKS,
     sampling_is_the_policy,
     *LOSS_CHECKS,
+    *PREFILL_CHECKS,
     learning_rate_schedule_is_possible,
     lengths_fit_the_context,
     eval_has_data_and_interval,
@@ -420,6 +431,7 @@ CHECKS: tuple[Check, ...] = (
     training_alone_needs_no_engines,
     generating_alone_has_no_checkpoints,
     a_weights_folder_is_used,
+    *EXTERNAL_CHECKS,
     custom_names_are_free,
     custom_values_are_plain,
 )

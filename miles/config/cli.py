@@ -40,10 +40,14 @@ def parse(argv: Sequence[str], hook_arguments: HookArguments | None = None, prog
 
 def _dry_run(cfg: RunConfig) -> str:
     from miles.config.dump import dump
+    from miles.config.memory_text import describe_memory
     from miles.config.plan import describe_plan
 
     lines = "".join(f"#   {line}\n" for line in describe_plan(cfg))
-    return f"{dump(cfg)}\n# What will be started, and where:\n{lines}"
+    memory = "".join(f"#   {line}\n" for line in describe_memory(cfg))
+    return (
+        f"{dump(cfg)}\n# What will be started, and where:\n{lines}# Memory that it takes, predicted, in GiB:\n{memory}"
+    )
 
 
 def _first_words(prog: str) -> str:

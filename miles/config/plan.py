@@ -11,11 +11,13 @@ from miles.config.resources import (
     engine_backend,
     gpu_plan,
     num_engines,
+    num_started_engines,
     num_train_ranks,
     only_evaluates,
     resolved_device,
     resolved_num_cpus,
     resolved_threads,
+    weights_transport,
 )
 from miles.config.schema import RunConfig
 
@@ -31,19 +33,14 @@ def describe_plan(cfg: RunConfig) -> list[str]:
     if engines:
         port = f"port {cfg.router.port}" if cfg.router.port else "a free port"
         rows.append(("router", "1 process", f"loopback, {port}, in front of {_count(engines, 'engine')}"))
-        rows.append(
-            (
-                "engines",
-                _count(engines, "process", "es"),
-                f"{_place(engine_backend(cfg), cfg, gpus.engines)}, {_each(threads)}",
-            )
-        )
+        rows.append(_external(cfg) if cfg.engine.external else _own(cfg, gpus.engines))
     if ranks:
         rows.append(
             ("trainer", _count(ranks, "rank"), f"{_place(cfg.train.backend, cfg, gpus.train)}, {_each(threads)}")
         )
     lines = [f"{name:<16} {number:<12} {text}" for name, number, text in rows]
-    taken = f"{engines} + {ranks} = {engines + ranks}" if engines and ranks else str(engines + ranks)
+    started = num_started_engines(cfg)
+    taken = f"{started} + {ranks} = {started + ranks}" if started and ranks else str(started + ranks)
     lines.append(f"logical CPUs     {taken} taken of the {cpus} that Ray may hand out")
     if not only_evaluates(cfg):
         lines.append(f"each step        {batch_plan(cfg).describe()}")
@@ -51,6 +48,16 @@ def describe_plan(cfg: RunConfig) -> list[str]:
     lines += [f"implied          {one.describe()}" for one in implied(cfg)]
     lines.append(f"run folder       {cfg.run.dir or f'runs/{cfg.run.name}-TIME'}")
     return lines
+
+
+def _own(cfg: RunConfig, gpus: Sequence[Sequence[str]]) -> tuple[str, str, str]:
+    place = f"{_place(engine_backend(cfg), cfg, gpus)}, {_each(resolved_threads(cfg))}"
+    return "engines", _count(num_engines(cfg), "process", "es"), place
+
+
+def _external(cfg: RunConfig) -> tuple[str, str, str]:
+    where = f"{', '.join(cfg.engine.external_addrs)}, started by somebody else"
+    return "engines", _count(num_engines(cfg), "server"), f"{where}; weights go by {weights_transport(cfg)}"
 
 
 def _place(what: str, cfg: RunConfig, gpus: Sequence[Sequence[str]]) -> str:

@@ -13,12 +13,14 @@ from typing import Any, cast
 from miles.config.checks import length_issues
 from miles.config.checks_gpu import GPU_CHECKS
 from miles.config.checks_precision import PRECISION_CHECKS
+from miles.config.checks_scoring import SCORING_CHECKS
 from miles.config.known import Check, run_checks
+from miles.config.preflight_external import EXTERNAL_PREFLIGHT
 from miles.config.preflight_rows import first_rows_fit
 from miles.config.resources import (
     machine_cores,
     needs_engines,
-    num_engines,
+    num_started_engines,
     num_train_ranks,
     only_evaluates,
     resolved_num_cpus,
@@ -32,7 +34,7 @@ from miles.utils.jsonl import split_slice
 from miles.utils.run_folder import RESOLVED
 from miles.utils.step_path import STEP, step_path
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Values of `model_type` in config.json that engine and trainer run."""
 
 
@@ -191,7 +193,7 @@ def run_folder_is_free(cfg: RunConfig) -> Iterator[Issue]:
 
 
 def processes_can_be_placed(cfg: RunConfig) -> Iterator[Issue]:
-    ranks, engines, cpus = num_train_ranks(cfg), num_engines(cfg), resolved_num_cpus(cfg)
+    ranks, engines, cpus = num_train_ranks(cfg), num_started_engines(cfg), resolved_num_cpus(cfg)
     if ranks + engines > cpus:
         source = "--num-cpus" if cfg.cluster.num_cpus else f"this machine's {machine_cores()} cores"
         yield Issue(
@@ -356,4 +358,6 @@ PREFLIGHT: tuple[Check, ...] = (
     router_port_is_free,
     *GPU_CHECKS,
     *PRECISION_CHECKS,
+    *SCORING_CHECKS,
+    *EXTERNAL_PREFLIGHT,
 )

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from miles.config.estimators import ESTIMATORS
 from miles.config.schema import OptimizerConfig, RunConfig
-from miles.utils.model_dtype import model_dtype
+from miles.utils.engine_facts import ExpectedServer
+from miles.utils.model_dtype import model_config, model_dtype
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _DEVICES = Path("/dev")
 _GPU = re.compile(r"nvidia[0-9]+")
+_GPU_NAME = re.compile(r"[0-9]+|(GPU|MIG)-.+")
+_MEMINFO = Path("/proc/meminfo")
+_MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_ASK_GPUS = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.used", "--format=csv,noheader,nounits")
+_ASK_TIMEOUT_S = 20.0
+MIB = 2**20
 
 
 def machine_cores() -> int:
@@ -28,15 +37,73 @@ def machine_cores() -> int:
 
 
 def machine_gpus() -> tuple[str, ...]:
-    """GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; found without starting CUDA."""
+    """GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; found without starting CUDA.
+
+    As for CUDA, the first word there that names no GPU, such as -1, ends the list.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return tuple(name.strip() for name in visible.split(",") if name.strip())
+        names = [name.strip() for name in visible.split(",")]
+        end = next((i for i, name in enumerate(names) if not _GPU_NAME.fullmatch(name)), len(names))
+        return tuple(names[:end])
     try:
         count = sum(bool(_GPU.fullmatch(entry.name)) for entry in _DEVICES.iterdir())
     except OSError:
         count = 0
     return tuple(map(str, range(count)))
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Memory of one GPU in bytes, and how much of it other processes have now."""
+
+    total: int
+    used: int
+
+
+@cache
+def gpu_memory() -> dict[str, GpuMemory]:
+    """Memory of the machine's GPUs by number and by UUID, as `nvidia-smi` tells it; empty where it tells nothing."""
+    try:
+        asked = subprocess.run(_ASK_GPUS, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return read_gpu_memory(asked.stdout)
+
+
+def read_gpu_memory(told: str) -> dict[str, GpuMemory]:
+    """The lines `index, uuid, total MiB, used MiB`; a line that says something else is left out."""
+    found: dict[str, GpuMemory] = {}
+    for line in told.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == 4 and words[2].isdecimal() and words[3].isdecimal():
+            found[words[0]] = found[words[1]] = GpuMemory(int(words[2]) * MIB, int(words[3]) * MIB)
+    return found
+
+
+def memory_of_gpu(name: str) -> GpuMemory | None:
+    """Memory of the GPU that CUDA_VISIBLE_DEVICES calls `name`: a number, or a UUID or its beginning."""
+    machine = gpu_memory()
+    if name in machine or not name.startswith("GPU-"):
+        return machine.get(name)
+    fitting = [memory for uuid, memory in machine.items() if uuid.startswith(name)]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def host_memory() -> int | None:
+    """Bytes of memory that this machine has, within a container's limit; None where neither is told."""
+    found: list[int] = []
+    try:
+        line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemTotal:"))
+        found.append(int(line.split()[1]) * 1024)
+    except (OSError, StopIteration, ValueError, IndexError):
+        pass  # no Linux: a container's limit may still be there
+    for file in _MEMORY_LIMITS:
+        try:
+            found.append(int(file.read_text()))
+        except (OSError, ValueError):
+            continue  # not that kind of container, or `max`
+    return min(found, default=None)
 
 
 def resolved_device(cfg: RunConfig) -> Literal["cpu", "cuda"]:
@@ -78,7 +145,7 @@ def gpu_plan(cfg: RunConfig) -> GpuPlan:
 
     When there are too few, the last places are empty: see `wanted`.
     """
-    ranks, engines, size = num_train_ranks(cfg), num_engines(cfg), cfg.engine.gpus_per_engine
+    ranks, engines, size = num_train_ranks(cfg), num_started_engines(cfg), cfg.engine.gpus_per_engine
     if resolved_device(cfg) == "cpu":
         return GpuPlan(((),) * ranks, ((),) * engines, 0)
     gpus = machine_gpus()
@@ -134,8 +201,20 @@ def needs_engines(cfg: RunConfig) -> bool:
 
 
 def num_engines(cfg: RunConfig) -> int:
-    """Engines that the run starts."""
-    return cfg.cluster.rollout_engines if needs_engines(cfg) else 0
+    """Engines that the run generates with, started by it or not."""
+    if not needs_engines(cfg):
+        return 0
+    return len(cfg.engine.external_addrs) if cfg.engine.external else cfg.cluster.rollout_engines
+
+
+def num_started_engines(cfg: RunConfig) -> int:
+    """Engines that the run starts itself."""
+    return 0 if cfg.engine.external else num_engines(cfg)
+
+
+def weights_transport(cfg: RunConfig) -> Literal["tensor", "broadcast", "disk"]:
+    """How weights reach the engines: as set, else the way that fits who started them."""
+    return cfg.weights.transport or ("disk" if cfg.engine.external else "tensor")
 
 
 def num_train_ranks(cfg: RunConfig) -> int:
@@ -165,3 +244,22 @@ def parity_bounds(cfg: RunConfig) -> tuple[float, float]:
     fp32 = not cfg.train.bf16 and engine_dtype(cfg) == "float32"
     mean, p99 = cfg.parity.max_mean_diff, cfg.parity.max_p99_diff
     return mean or (1e-3 if fp32 else 0.03), p99 or (1e-2 if fp32 else 0.3)
+
+
+def expected_server(cfg: RunConfig) -> ExpectedServer:
+    """What the run expects of servers that somebody else started."""
+    limit = model_config(cfg.model.hf_checkpoint).get("max_position_embeddings")
+    return ExpectedServer(
+        kind=cfg.engine.backend,
+        model_folder=cfg.model.hf_checkpoint,
+        dtype=engine_dtype(cfg),
+        tp=cfg.engine.gpus_per_engine,
+        context_length=cfg.rollout.max_context_len or (limit if isinstance(limit, int) else None),
+        deterministic=cfg.run.deterministic,
+    )
+
+
+def admin_key(cfg: RunConfig) -> str:
+    """The servers' admin key, out of the environment; empty when there is none."""
+    name = cfg.engine.external_admin_key_env
+    return os.environ.get(name, "") if name is not None else ""

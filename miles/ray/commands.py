@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from miles.config.resources import engine_backend, engine_dtype, resolved_device, resolved_threads
+from miles.config.resources import engine_backend, engine_dtype, num_engines, resolved_device, resolved_threads
 from miles.config.schema import RunConfig
 
 
@@ -34,4 +34,4 @@ def router_command(config: RunConfig) -> list[str]:
     command += ["--failure-threshold", str(router.failure_threshold)]
     if config.fault_tolerance.enabled:  # requests wait for an engine that is started again; the run's waits end first
         command += ["--worker-wait", str(config.cluster.wait_timeout_s)]
-    return [*command, "--max-connections", str(config.engine.concurrency * config.cluster.rollout_engines)]
+    return [*command, "--max-connections", str(config.engine.concurrency * num_engines(config))]

@@ -64,6 +64,7 @@ class EngineActor:
             log_path=self._log_path,
             kind=spec.kind,
             tp=max(1, len(spec.gpus)),
+            gpu_ids=spec.gpus,
         )
         return endpoint, os.getpid()
 

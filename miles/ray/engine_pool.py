@@ -4,7 +4,7 @@
 serving --process or actor dies--> out of the router --> started again --> given weights (the driver) --> admitted
    '--fails its health checks--> killed --^                   '--max_restarts used up, or not wanted--> the run ends
 ```
-A router that died starts again on its port, without workers: requests wait in it until the driver refills it.
+An engine that somebody else started is waited for instead, and attached to again. A router that died starts again on its port, without workers: requests wait in it until the driver refills it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ import os
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import ray
-from ray.exceptions import RayActorError
+from typing import Any
 
 from miles.core.ports import Metrics
 from miles.core.run_facts import EngineEndpoint, RouterEndpoint
 from miles.errors import EngineError
-from miles.ray.actor_process import spawn
-from miles.ray.engine_actor import WATCH_INTERVAL_S, EngineActor, EngineSpec, how_it_ended
+from miles.ray.engine_actor import WATCH_INTERVAL_S, how_it_ended
+from miles.ray.engine_hosts import EngineGoneError, EngineHost, ExternalEnginesPlan, OwnEnginesPlan, hosts_of
 from miles.utils import http_utils
 from miles.utils.process import TOKEN_VARIABLE, ServerProcess, last_lines
 from miles.utils.waits import OPEN
@@ -33,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 LEAVE_TIMEOUT_S = 2.0
 """Seconds the router may take to strike a dead engine off its list; it finds out by itself otherwise."""
-KILL_TIMEOUT_S = 10.0
-"""Seconds an engine's actor may take to kill its server; the actor is killed then, and the server dies with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +38,10 @@ class PoolPlan:
 
     run_dir: str
     num_engines: int
-    engine_command: tuple[str, ...]
-    engine_kind: Literal["torch", "sglang"]
-    engine_gpus: tuple[tuple[str, ...], ...]
-    """Of each engine, as CUDA_VISIBLE_DEVICES names them; empty on a CPU."""
+    engines: OwnEnginesPlan | ExternalEnginesPlan
     router_command: tuple[str, ...]
     token: str
+    """Bearer token of the router's control routes."""
     start_timeout_s: float
     health_check_interval_s: float
     failure_threshold: int
@@ -59,12 +52,14 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
-    """A process has died, and is being started again."""
+    """A process has died, and is being started again or waited for."""
 
     name: str
     pid: int
     error: str
     log_path: str
+    external: bool = False
+    """Whether somebody else has to start it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +91,7 @@ class _Engine:
     """One engine over all its restarts. `endpoint` is None while it does not serve."""
 
     id: str
-    log_path: str
-    gpus: tuple[str, ...]
-    actor: Any = None
-    actor_pid: int = 0
+    host: EngineHost
     endpoint: EngineEndpoint | None = None
     admitted: bool = False
     restarts: int = 0
@@ -110,12 +102,15 @@ class EnginePool:
 
     def __init__(self, plan: PoolPlan) -> None:
         self._plan = plan
-        self._engines = [
-            _Engine(f"engine-{i}", os.path.join(plan.run_dir, "logs", f"engine-{i}.log"), plan.engine_gpus[i])
-            for i in range(plan.num_engines)
-        ]
+        hosts = hosts_of(plan.engines, plan.num_engines, self._others_serve)
+        self._engines = [_Engine(f"engine-{i}", host) for i, host in enumerate(hosts)]
+        self._external = isinstance(plan.engines, ExternalEnginesPlan)
         self._router: ServerProcess | None = None
         self._router_restarts = 0
+        self._may_start, self._none_starts = asyncio.Event(), asyncio.Event()
+        self._may_start.set()
+        self._none_starts.set()
+        self._starting = 0
         self._events: asyncio.Queue[PoolEvent | EngineError] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._total_engine_restarts = self._total_router_restarts = 0
@@ -144,16 +139,15 @@ class EnginePool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        stops = [engine.actor.stop.remote() for engine in self._engines if engine.actor is not None]
-        await asyncio.gather(*map(_ref, stops), return_exceptions=True)
+        await asyncio.gather(*(engine.host.stop() for engine in self._engines), return_exceptions=True)
         if self._router:
             await asyncio.to_thread(self._router.stop)
 
     def pids(self) -> dict[str, int]:
-        """Process ids by name: `router`, `engine-0`, `engine-0-actor`, ..."""
+        """Process ids of what the run started, by name: `router`, `engine-0`, `engine-0-actor`, ..."""
         found = {"router": self._router.pid} if self._router else {}
-        for engine in self._engines:
-            found[f"{engine.id}-actor"] = engine.actor_pid
+        for engine in self._engines if not self._external else ():
+            found[f"{engine.id}-actor"] = engine.host.actor_pid
             if engine.endpoint is not None:
                 found[engine.id] = engine.endpoint.pid
         return found
@@ -182,15 +176,20 @@ class EnginePool:
         """Put every admitted engine into a router that was started again."""
         await self.admit([e.endpoint for e in self._engines if e.endpoint is not None and e.admitted])
 
+    async def hold_restarts(self) -> list[EngineEndpoint]:
+        """Start no engine again from now on, after those that are starting; returns the engines that serve."""
+        self._may_start.clear()
+        await self._none_starts.wait()
+        return await self.serving()
+
+    async def allow_restarts(self) -> None:
+        """Start engines again that died meanwhile, and from now on."""
+        self._may_start.set()
+
     async def kill(self, engine_id: str, reason: str) -> None:
-        """Kill an engine's process; it is started again as if it had died."""
+        """Kill an engine's process; it is started again as if it had died. One of somebody else's is only given up."""
         (engine,) = (e for e in self._engines if e.id == engine_id)
-        if engine.actor is None:
-            return  # it is dead already
-        try:
-            await asyncio.wait_for(_ref(engine.actor.kill.remote(reason)), KILL_TIMEOUT_S)
-        except (TimeoutError, RayActorError):
-            ray.kill(engine.actor)
+        await engine.host.kill(reason)
 
     def step_done(self) -> None:
         """A step is finished: restarts are counted from 0 again."""
@@ -208,25 +207,27 @@ class EnginePool:
     # ---- engines
 
     async def _launch(self, engine: _Engine) -> EngineEndpoint:
-        plan = self._plan
-        if engine.actor is None:
-            engine.actor = spawn(EngineActor, engine.id, plan.run_dir, num_cpus=1)
-        try:
-            spec = EngineSpec(plan.engine_command, plan.engine_kind, engine.gpus)
-            start = engine.actor.start.remote(spec, plan.token, plan.start_timeout_s)
-            with OPEN.on(engine.id, "start"):
-                engine.endpoint, engine.actor_pid = await _ref(start)
-        except RayActorError as error:
-            raise self._actor_died(engine) from error
-        except EngineError as error:
-            raise _unwrapped(error) from error
-        assert engine.endpoint is not None
+        engine.endpoint = await engine.host.launch()
         return engine.endpoint
+
+    async def _launch_again(self, engine: _Engine) -> None:
+        await self._may_start.wait()
+        self._starting += 1
+        self._none_starts.clear()
+        try:
+            await self._launch(engine)
+        finally:
+            self._starting -= 1
+            if not self._starting:
+                self._none_starts.set()
+
+    def _others_serve(self, number: int) -> bool:
+        return any(engine.endpoint is not None for i, engine in enumerate(self._engines) if i != number)
 
     async def _keep(self, engine: _Engine) -> None:
         """Start `engine` again whenever it dies."""
         while True:
-            error = await self._death(engine)
+            error = await engine.host.death()
             engine.endpoint, engine.admitted, gone = None, False, engine.endpoint
             self._say_died(engine.id, gone, error, engine.restarts)
             if gone is not None:
@@ -239,35 +240,18 @@ class EnginePool:
                 engine.restarts += 1
                 self._total_engine_restarts += 1
                 try:
-                    await self._launch(engine)
+                    await self._launch_again(engine)
+                except EngineGoneError as gone_for_good:
+                    self._events.put_nowait(gone_for_good)
+                    return
                 except EngineError as again:
                     error = again
             seconds = time.monotonic() - started_at
             event = EngineRestarted(
-                engine=engine.endpoint, actor_pid=engine.actor_pid, seconds=seconds, restarts=engine.restarts
+                engine=engine.endpoint, actor_pid=engine.host.actor_pid, seconds=seconds, restarts=engine.restarts
             )
             logger.info("%s serves again after %.1f s, process %d", engine.id, seconds, event.engine.pid)
             self._events.put_nowait(event)
-
-    async def _death(self, engine: _Engine) -> EngineError:
-        """Wait until the engine's process or its actor dies; returns why."""
-        try:
-            await _ref(engine.actor.watch.remote())
-        except RayActorError:
-            return self._actor_died(engine)
-        except EngineError as error:
-            return _unwrapped(error)
-        raise AssertionError(f"{engine.id} was stopped while the pool was open")
-
-    def _actor_died(self, engine: _Engine) -> EngineError:
-        ray.kill(engine.actor)  # an actor that is only out of reach must not start a second server
-        pid, engine.actor = engine.actor_pid, None
-        return EngineError(
-            f"the process that owns the engine (EngineActor, process {pid}) died, and the engine with it",
-            engine=engine.id,
-            log_path=engine.log_path,
-            last_lines=last_lines(engine.log_path),
-        )
 
     async def _leave_router(self, endpoint: EngineEndpoint) -> None:
         try:
@@ -359,7 +343,10 @@ class EnginePool:
         logger.error("%s", error)
         if self._plan.restart and restarts < self._plan.max_restarts:
             pid = gone.pid if gone else 0
-            self._events.put_nowait(Died(name=name, pid=pid, error=error.message, log_path=error.log_path))
+            external = self._external and name != "router"
+            self._events.put_nowait(
+                Died(name=name, pid=pid, error=error.message, log_path=error.log_path, external=external)
+            )
 
     async def _guard(self, keeper: Coroutine[Any, Any, None]) -> None:
         """Nobody is looked after by a task that broke, so what broke it ends the run."""
@@ -369,14 +356,3 @@ class EnginePool:
             logger.exception("the supervision of engines and router broke")
             told = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
             self._events.put_nowait(told)
-
-
-def _unwrapped(error: EngineError) -> EngineError:
-    """The error of an actor's method, out of Ray's wrapping."""
-    cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, EngineError) else error
-
-
-async def _ref(ref: Any) -> Any:
-    """An object reference as a coroutine."""
-    return await ref

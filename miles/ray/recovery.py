@@ -37,8 +37,18 @@ class Recovery:
     """Follows the pool's events beside the loop, and is the loop's `WeightPublisher`: an update goes on after deaths."""
 
     def __init__(
-        self, manager: Any, weights: Weights, waits: Waits, console: Console, events: EventLog, phases: PhaseLog
+        self,
+        manager: Any,
+        weights: Weights,
+        waits: Waits,
+        console: Console,
+        events: EventLog,
+        phases: PhaseLog,
+        *,
+        trainer_leaves: bool = False,
     ) -> None:
+        """`trainer_leaves`: the trainer is away while engines generate, and has no room to come back meanwhile."""
+        self._trainer_leaves = trainer_leaves
         self._manager, self._weights, self._waits = manager, weights, waits
         self._console, self._log, self._phases = console, events, phases
         self._unpublished: dict[str, EngineEndpoint] = {}
@@ -89,7 +99,10 @@ class Recovery:
         while True:
             event: PoolEvent = await self._manager.pool.remote("next_event")
             if isinstance(event, Died):
-                self._console.say(f"  {event.name} died and is started again: {event.error}", style="yellow")
+                fate = "is lost until somebody starts it again" if event.external else "died and is started again"
+                self._console.say(f"  {event.name} {fate}: {event.error}", style="yellow")
+                if event.external:  # it may live and hang, and an update must not wait for it
+                    self._weights.set_engines(await self._pool("the engines that serve", "serving"))
                 kind = "router" if event.name == "router" else "engine"
                 self._router_deaths += kind == "router"
                 self._log.add(f"{kind} died", name=event.name, pid=event.pid, error=event.error, log=event.log_path)
@@ -102,9 +115,11 @@ class Recovery:
         engine = event.engine
         # Before anything is awaited: the next publish, whenever it comes, knows the engine and admits it.
         self._unpublished[engine.engine_id] = engine
-        self._weights.set_engines(await self._pool("the engines that serve", "serving"))
+        serving = await self._pool("the engines that serve", "serving")
+        self._weights.set_engines(serving)
         try:
-            holds = await self._weights.bring_up(engine)
+            # The others go on, on memory that the trainer would need to send its weights.
+            holds = (not self._trainer_leaves or len(serving) == 1) and await self._weights.bring_up(engine)
         except (MilesError, RayError):
             if await self._has_died(engine):
                 return  # its next restart is another event
@@ -182,3 +197,20 @@ class Recovery:
                 if included:
                     await self._admit(included)
                 return metrics
+
+
+class PoolRestarts:
+    """Lets the pool wait with the restarts of engines until there is room for them."""
+
+    def __init__(self, manager: Any, waits: Waits) -> None:
+        self._manager, self._waits = manager, waits
+
+    async def hold(self) -> Sequence[EngineEndpoint]:
+        """Start no engine again from now on, after those that are starting; returns the engines that serve."""
+        held = self._manager.pool.remote("hold_restarts")
+        return await self._waits.on("rollout manager", "engines that are starting", held)
+
+    async def allow(self) -> None:
+        """Start engines again that died meanwhile, and from now on."""
+        allowed = self._manager.pool.remote("allow_restarts")
+        await self._waits.on("rollout manager", "restarts to go on", allowed)

@@ -14,6 +14,9 @@ from miles.config.dump import dump
 from miles.config.load import load
 from miles.doctor.main import compare, main
 from miles.doctor.ranks import CONFIG, RESULT, TASK
+from tests.ci.register import register_cpu_ci
+
+register_cpu_ci(est_time=45, suite="stage-a-cpu")
 
 ROOT = Path(__file__).parents[2]
 REWARD = ["--rm-type", "exact", "--label-key", "label"]
@@ -23,16 +26,16 @@ WHOLE = ("order of samples", "trajectory splitting")
 
 BROKEN_DENOMINATOR = """
 import sys
-from miles.backends.fsdp_utils.worker import FsdpTrainWorker
+from miles.backends.fsdp_utils.policy_steps import PolicySteps
 from miles.doctor import ranks
 
-step_inputs = FsdpTrainWorker._step_inputs
+step_inputs = PolicySteps._step_inputs
 
 def over_the_micro_batch(self, *args, **kwargs):
     found = step_inputs(self, *args, **kwargs)
     return [values | {"weights_N": values["weights_N"] / values["weights_N"].sum()} for values in found]
 
-FsdpTrainWorker._step_inputs = over_the_micro_batch
+PolicySteps._step_inputs = over_the_micro_batch
 ranks.VARIATIONS = [v for v in ranks.VARIATIONS if v.ranks == 1 and v.parts < 3]
 sys.exit(ranks.main(sys.argv[1]))
 """

@@ -39,7 +39,7 @@ def test_the_order_is_that_of_the_architecture():
     names = [[n.strip(" ()").removeprefix("miles.") for n in layer.split("|")] for layer in LAYERS]
     assert names == [
         ["cli"],
-        ["data_check", "doctor", "hooks", "reward_check", "verify_resume"],
+        ["data_check", "doctor", "hooks", "parity", "reward_check", "verify_resume"],
         ["launch"],
         ["ray"],
         [

@@ -10,6 +10,9 @@ import pytest
 
 from examples.quickstart import make_task
 from miles.verify_resume import compare
+from tests.ci.register import register_cpu_ci
+
+register_cpu_ci(est_time=150, suite="stage-b-cpu")
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -70,6 +70,8 @@ class RolloutConfig(ConfigModel):
     """Function that may set `remove_sample` on samples of the collected batch: `fn(args, groups)`."""
     all_samples_process_path: Annotated[str | None, Flag("--rollout-all-samples-process-path")] = None
     """Function that sees every finished group, dropped ones too: `fn(args, all_groups, data_source)`."""
+    recompute_logprobs_via_prefill: Annotated[bool, Flag("--recompute-logprobs-via-prefill")] = False
+    """Train with log-probabilities of a second pass: engines score each finished response as a prompt, in place of what they said while they sampled it."""
     custom_log_function_path: Annotated[str | None, Flag("--custom-rollout-log-function-path")] = None
     """Function called with each collected batch: `fn(rollout_id, args, samples, extra_metrics, rollout_time)`. What it adds to `extra_metrics` is logged; True leaves the metrics of the rollout out."""
 
@@ -92,6 +94,12 @@ class EngineConfig(ConfigModel):
     """Server arguments of SGLang by their names, such as `mem_fraction_static: 0.6`; on the command line `--sglang-mem-fraction-static 0.6`."""
     cache_dir: Annotated[str | None, Flag("--engine-cache-dir")] = None
     """Folder of the kernels that SGLang compiles at its first start, for later starts to find; unset takes the home folder's caches."""
+    external: Annotated[bool, Flag("--rollout-external")] = False
+    """Attach to servers that somebody else started, at `--rollout-external-engine-addrs`; they go on when the run ends."""
+    external_addrs: Annotated[list[str], Flag("--rollout-external-engine-addrs")] = []
+    """Addresses of those servers, `HOST:PORT` each; IPv6 as `[HOST]:PORT`."""
+    external_admin_key_env: Annotated[str | None, Flag("--rollout-external-admin-key-env")] = None
+    """Name of the environment variable that holds the servers' admin key; unset sends none."""
     concurrency: Annotated[PositiveInt, Flag("--sglang-server-concurrency")] = 512
     """Requests that may be in flight per engine."""
     max_running_requests: PositiveInt = 256

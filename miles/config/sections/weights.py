@@ -31,8 +31,8 @@ class CheckpointConfig(ConfigModel):
 class WeightsConfig(ConfigModel):
     """How weights reach the engines."""
 
-    transport: Annotated[Literal["tensor", "broadcast", "disk"], Flag("--update-weight-transfer-mode")] = "tensor"
-    """`tensor` shares memory with engines of this machine, `broadcast` sends through a process group, `disk` through a folder that both sides see."""
+    transport: Annotated[Literal["tensor", "broadcast", "disk"] | None, Flag("--update-weight-transfer-mode")] = None
+    """`tensor` shares memory with engines of this machine, `broadcast` sends through a process group, `disk` through a folder that both sides see; unset is `tensor`, and `disk` with `--rollout-external`."""
     disk_dir: Annotated[str | None, Flag("--update-weight-disk-dir")] = None
     """Folder of the `disk` transport and of the check through disk; unset takes RUN_DIR/weights."""
     mode: Annotated[Literal["drain", "in_place", "retract"], Flag("--pause-generation-mode")] = "drain"

@@ -15,6 +15,7 @@ from miles.rollout.base_types import (
     RolloutFnTrainOutput,
 )
 from miles.rollout.filter_hub.base_types import DynamicFilters
+from miles.rollout.generate_hub.prefill_logprobs import recompute_log_probs
 from miles.rollout.inference_rollout.collect import Collector, by_index
 from miles.rollout.inference_rollout.evaluate import Evaluator
 from miles.rollout.inference_rollout.state import GenerateState
@@ -77,8 +78,9 @@ class InferenceRolloutFn:
             finished,
             self.data_source,
         )
+        rescored = await recompute_log_probs(self.state, collected.kept) if args.recompute_logprobs_via_prefill else {}
         rewards, _ = finite_only(self.state.reward_hub.metrics() | self._constant_alarm.look(finished))
-        return RolloutFnTrainOutput(samples=collected.kept, metrics={**collected.metrics(), **rewards})
+        return RolloutFnTrainOutput(samples=collected.kept, metrics={**collected.metrics(), **rescored, **rewards})
 
 
 def _load(path: str | None) -> Callable[..., Any] | None:

@@ -46,7 +46,8 @@ class GenerateState:
         """Sent complete with every request, so that no default of engine or model takes part."""
         self.max_context_len: int | None = args.rollout_max_context_len or context_length(args.hf_checkpoint)
         """Tokens that prompt and response may have together; None where neither the run nor the model limits them."""
-        self._common = _Common(asyncio.Semaphore(args.sglang_server_concurrency * args.rollout_engines))
+        engines = len(args.rollout_external_engine_addrs) or args.rollout_engines
+        self._common = _Common(asyncio.Semaphore(args.sglang_server_concurrency * engines))
         self._generate_fns: dict[str, GenerateFn] = {}
         self.sample_hooks = SampleHooks(args.rollout_sample_hook_path)
 

@@ -83,7 +83,7 @@ def test_model_of_another_architecture_is_named_with_the_choices(files):
     (files.model / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert only(files.argv()) == (
         f"model.hf_checkpoint: {files.model} holds a model of type 'gpt2' -> "
-        "choose a model of type llama, qwen2 or qwen3"
+        "choose a model of type llama, qwen2, qwen3 or qwen3_moe"
     )
 
 

@@ -9,8 +9,11 @@ import pytest
 from miles.core.fakes import fake_run
 from miles.errors import CheckpointError
 from miles.ray.plain_parts import NothingToPublish, NoTrainer
+from tests.ci.register import register_cpu_ci
 from tests.fast.ray.conftest import TrainProcess, metrics
 from train import train
+
+register_cpu_ci(est_time=45, suite="stage-a-cpu")
 
 
 async def reward_digits(args, sample, **kwargs):

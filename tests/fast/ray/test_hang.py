@@ -18,7 +18,11 @@ from miles.ray.hang import HangExplainer
 from miles.utils import heartbeat
 from miles.utils.tracking_utils.events import EventLog
 from miles.utils.waits import OPEN
+from tests.ci.register import register_cpu_ci
 from tests.fast.ray.conftest import TrainProcess
+
+register_cpu_ci(est_time=60, suite="stage-a-cpu")
+register_cpu_ci(est_time=70, suite="stage-b-cpu")
 
 
 def wait(owner, name, since, subjects=(), count=1, within=""):

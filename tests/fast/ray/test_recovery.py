@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.ci.register import register_cpu_ci
 from tests.fast.ray.conftest import TrainProcess, metrics
 from tests.fast.ray.test_run import here
+
+register_cpu_ci(est_time=55, suite="stage-a-cpu")
+register_cpu_ci(est_time=190, suite="stage-b-cpu")
 
 BOTH_ENGINES = ["--rollout-engines", "2", "--num-cpus", "3"]
 

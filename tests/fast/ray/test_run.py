@@ -8,7 +8,10 @@ import time
 
 import pytest
 
+from tests.ci.register import register_cpu_ci
 from tests.fast.ray.conftest import TrainProcess, metrics
+
+register_cpu_ci(est_time=70, suite="stage-a-cpu")
 
 
 def digits(response: str) -> float:

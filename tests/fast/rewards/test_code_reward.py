@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from miles.core.samples import Sample
 from miles.rollout.rm_hub.code_reward import CodeGrader
 from miles.rollout.rm_hub.graders import LabelError
+from tests.ci.register import register_cpu_ci
+
+register_cpu_ci(est_time=55, suite="stage-a-cpu")
 
 LEVELS = ["auto", "basic"]
 

@@ -21,15 +21,19 @@ from miles.errors import Issue
 
 MOST_WAYS = 3
 LEAST_FRACTION = 0.05
+ALL_THE_SAME = "--check-memory false, to start all the same"
 Change = tuple[str, Needs]
 """A named change of settings, and what the run needs with it."""
 
 
 def memory_suffices(cfg: RunConfig) -> Iterator[Issue]:
     """Whether every phase fits the GPUs, and the host's memory what it must hold; says nothing where sizes are unknown."""
-    needs = needs_of(cfg)
-    if needs is None:
-        return
+    needs = needs_of(cfg) if cfg.cluster.check_memory else None
+    for issue in () if needs is None else _lacks(cfg, needs):
+        yield replace(issue, fix=f"{issue.fix}; or {ALL_THE_SAME}")
+
+
+def _lacks(cfg: RunConfig, needs: Needs) -> Iterator[Issue]:
     if resolved_device(cfg) != "cuda":
         yield from _fits_a_cpu_machine(cfg, needs)
         return

@@ -27,6 +27,8 @@ class ClusterConfig(ConfigModel):
         "weight",
     ]
     """What engines give up: the cache of keys and values, the weights, or both."""
+    check_memory: Annotated[bool, Flag("--check-memory")] = True
+    """Refuse a run whose predicted memory does not fit; the prediction is a table of `--dry-run`."""
     train_ranks: Annotated[PositiveInt, Flag("--train-ranks")] = 1
     """Trainer processes; each takes one logical CPU, and on GPUs one of them."""
     rollout_engines: Annotated[PositiveInt, Flag("--rollout-engines")] = 1

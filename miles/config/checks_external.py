@@ -53,7 +53,6 @@ def external_engines_are_left_as_they_are(cfg: RunConfig) -> Iterator[Issue]:
     defaults = EngineConfig()
     for path, flag, given in (
         ("engine.sglang", "--sglang-*", cfg.engine.sglang != defaults.sglang),
-        ("engine.cache_dir", "--engine-cache-dir", cfg.engine.cache_dir != defaults.cache_dir),
         (
             "engine.max_running_requests",
             "--engine.max-running-requests",

@@ -227,7 +227,8 @@ def _of_trainer(needs: Needs, trainer: TrainerNeeds, phase: Phase, total: int) -
     elif phase == "publish":
         parts = held(trainer, gradients=True) | {"buckets": _sent(needs, trainer)} | own
     else:
-        after = held(trainer, gradients=False) | {"buckets": _sent(needs, trainer)}
+        # A trainer that compiles has gradients once already, for a moment.
+        after = held(trainer, gradients=trainer.compiled) | {"buckets": _sent(needs, trainer)}
         parts = max(_loading(trainer), after, key=lambda parts: sum(parts.values())) | own
     return {f"trainer: {name}": number for name, number in parts.items()}
 

@@ -18,6 +18,7 @@ from miles.core.run_facts import EngineEndpoint
 from miles.core.train_batch import TrainBatch
 from miles.ray.actor_process import enter
 from miles.utils.hf import context_length
+from miles.utils.kernel_caches import keep_kernels_in
 
 if TYPE_CHECKING:
     from miles.backends.weight_sync.transport import Transport
@@ -40,12 +41,15 @@ class TrainActor:
     def start(
         self, config: RunConfig, worker_path: str, codec_path: str, init: Mapping[str, Any], load_folder: str | None
     ) -> None:
-        """Build the worker named by `worker_path`, and resume it from `load_folder` if given."""
+        """Build the worker named by `worker_path`, resume it from `load_folder` if given, and have it compile."""
         self._config, self._world_size = config, int(init["world_size"])
+        if config.cluster.kernel_cache_dir:
+            keep_kernels_in(config.cluster.kernel_cache_dir)
         self._worker: Any = load_function(worker_path)(config, rank=self._rank, **init)
         self._codec: Any = load_function(codec_path)()
         if load_folder:
             self._worker.load(load_folder)
+        self._worker.warm_up()
 
     def train(self, batch: TrainBatch, step: int) -> Metrics:
         """All optimizer steps of one batch."""

@@ -26,6 +26,7 @@ from miles.backends.fsdp_utils.policy_steps import PolicySteps
 from miles.backends.fsdp_utils.roles import prepare_roles
 from miles.backends.fsdp_utils.scoring import Scoring
 from miles.backends.fsdp_utils.trainer_state import TrainerState
+from miles.backends.fsdp_utils.warm_up import warm_up
 from miles.backends.training_utils.checks import check_batch
 from miles.backends.training_utils.ci_checks import CiChecks
 from miles.backends.training_utils.loss import build_denominator, build_loss
@@ -33,6 +34,7 @@ from miles.backends.training_utils.loss_hub.value_loss import explained_variance
 from miles.backends.training_utils.packing import FlatBatch
 from miles.backends.training_utils.parity import ParityBounds
 from miles.backends.training_utils.policy_columns import PolicyColumns, PolicyPreparation, numbers
+from miles.config.compute import compiles_layers
 from miles.config.resources import parity_bounds
 from miles.config.schema import RunConfig
 from miles.core.hook_args import HookArgs
@@ -42,7 +44,7 @@ from miles.errors import HookError
 
 
 class FsdpTrainWorker:
-    """A trainer rank. `train`, `score`, `hf_weights` and `close` are collective: all ranks call them, with equal arguments.
+    """A trainer rank. `warm_up`, `train`, `score`, `hf_weights` and `close` are collective: all ranks call them, with equal arguments.
 
     Every rank is handed the whole batch and takes its share, so denominators need no exchange.
     """
@@ -89,6 +91,11 @@ class FsdpTrainWorker:
         self._weights = EngineWeights(config, self._roles)
 
     # Training
+
+    def warm_up(self) -> None:
+        """Compile what is compiled, so that the first batch does not wait for it; of no effect on results."""
+        if compiles_layers(self._config):
+            warm_up(self._roles)
 
     def train(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Run every optimizer step of the batch of rollout `step`; returns metrics, the same on all ranks.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.utils import heartbeat
+from miles.utils.kernel_caches import keep_kernels_in
 from miles.utils.process import TOKEN_VARIABLE, die_with_parent, report_ready, watch_stdin
 from miles.utils.waits import ITSELF, OPEN
 
@@ -35,13 +36,6 @@ ENVIRONMENT = {
     # Beside a trainer, the ranks of an engine need not find equally much memory free.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
 }
-CACHES = {
-    "FLASHINFER_WORKSPACE_BASE": "",
-    "TVM_FFI_CACHE_DIR": "tvm-ffi",
-    "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-}
-"""Where compiled kernels are kept: the variable that says so, and the folder below `--cache-dir`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,8 +104,7 @@ def prepare_environment(cache_dir: Path | None) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if cache_dir is not None:
-        for name, folder in CACHES.items():
-            os.environ.setdefault(name, str(cache_dir / folder))
+        keep_kernels_in(cache_dir)
 
 
 def keep_out_of_logs(secret: str) -> None:

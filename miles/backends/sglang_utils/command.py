@@ -14,8 +14,8 @@ def sglang_command(config: RunConfig) -> list[str]:
     engine = config.engine
     running = engine.max_running_requests
     command = [sys.executable, "-m", "miles.backends.sglang_utils", "--exit-on-stdin-close"]
-    if engine.cache_dir:
-        command += ["--cache-dir", engine.cache_dir]
+    if config.cluster.kernel_cache_dir:
+        command += ["--cache-dir", config.cluster.kernel_cache_dir]
     command += ["--model-path", config.model.hf_checkpoint, "--dtype", engine_dtype(config)]
     command += ["--tp-size", str(engine.gpus_per_engine), "--random-seed", str(config.rollout.seed)]
     command += ["--max-running-requests", str(running), "--cuda-graph-max-bs-decode", str(running)]

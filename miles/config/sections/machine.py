@@ -29,6 +29,8 @@ class ClusterConfig(ConfigModel):
     """What engines give up: the cache of keys and values, the weights, or both."""
     check_memory: Annotated[bool, Flag("--check-memory")] = True
     """Refuse a run whose predicted memory does not fit; the prediction is a table of `--dry-run`."""
+    kernel_cache_dir: Annotated[str | None, Flag("--kernel-cache-dir")] = None
+    """Folder of the kernels that SGLang and the trainer compile, for later starts to find; unset takes the caches of the home folder and of torch."""
     train_ranks: Annotated[PositiveInt, Flag("--train-ranks")] = 1
     """Trainer processes; each takes one logical CPU, and on GPUs one of them."""
     rollout_engines: Annotated[PositiveInt, Flag("--rollout-engines")] = 1

@@ -92,8 +92,6 @@ class EngineConfig(ConfigModel):
     """GPUs that share one engine's model (tensor parallelism)."""
     sglang: dict[str, Any] = {}
     """Server arguments of SGLang by their names, such as `mem_fraction_static: 0.6`; on the command line `--sglang-mem-fraction-static 0.6`."""
-    cache_dir: Annotated[str | None, Flag("--engine-cache-dir")] = None
-    """Folder of the kernels that SGLang compiles at its first start, for later starts to find; unset takes the home folder's caches."""
     external: Annotated[bool, Flag("--rollout-external")] = False
     """Attach to servers that somebody else started, at `--rollout-external-engine-addrs`; they go on when the run ends."""
     external_addrs: Annotated[list[str], Flag("--rollout-external-engine-addrs")] = []

@@ -62,7 +62,6 @@ def test_other_addresses_are_refused(address):
         ),
         (ADDRS, {"cluster": {"rollout_engines": 3}}, "asks for 3 engines, and 1 are given", "every address is one"),
         (ADDRS | {"sglang": {"mem_fraction_static": 0.5}}, {}, "these have been", "leave out --sglang-*"),
-        (ADDRS | {"cache_dir": "kernels"}, {}, "these have been", "leave out --engine-cache-dir"),
         (ADDRS | {"max_running_requests": 8}, {}, "these have been", "leave out --engine.max-running-requests"),
     ],
 )

@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from miles.backends.fsdp_utils import model
+from miles.backends.fsdp_utils.warm_up import warm_up
 from tests.fast.fsdp.support import (
     largest_difference,
     make_batch,
@@ -76,6 +77,44 @@ def test_how_many_layers_are_gathered_together_changes_no_bit(tmp_path, monkeypa
         assert apart[0] == together[0]
         assert apart[2] == together[2]
         assert largest_difference(apart[1], together[1]) == 0
+
+
+def test_warming_up_leaves_no_trace(model_folder, tmp_path):
+    config = make_config(
+        model_folder,
+        parity={"enabled": False},
+        algorithm={"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01},
+    )
+    found = []
+    for warms in (False, True):
+        with open_worker(config, tmp_path) as worker:
+            if warms:
+                before = weights_of(worker)
+                warm_up(worker._roles)
+                assert largest_difference(weights_of(worker), before) == 0
+                assert all(parameter.grad is None for parameter in worker._roles.policy.parameters())
+            metrics = worker.train(make_batch(make_samples(8)), 0)
+            found.append((metrics["train/loss"], metrics["train/grad_norm"], weights_of(worker)))
+    assert found[0][:2] == found[1][:2]
+    assert largest_difference(found[0][2], found[1][2]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_after_warming_up_no_batch_compiles_anything(tmp_path, monkeypatch, recompute):
+    folder = make_model_folder(tmp_path / "model", num_hidden_layers=3)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    train = {"max_tokens_per_gpu": 64, "compile_layers": True, "recompute": recompute}
+    config = make_config(folder, train=train, parity={"enabled": False}, algorithm={"use_kl_loss": True})
+    with open_worker(config, tmp_path) as worker:
+        worker.warm_up()
+        assert counters["stats"]["unique_graphs"] > 0
+        counters.clear()
+        for step in range(2):
+            worker.train(make_batch(make_samples(8, seed=step)), step)
+        worker.score([s["tokens"] for s in make_samples(3)], 0.9)
+        assert counters["stats"]["unique_graphs"] == 0
 
 
 @pytest.mark.slow

@@ -45,4 +45,4 @@ def test_what_the_user_adds_comes_last():
 
 
 def test_kernels_are_kept_in_the_folder_that_the_run_names():
-    assert value(command_of("--engine-cache-dir", "/caches"), "--cache-dir") == "/caches"
+    assert value(command_of("--kernel-cache-dir", "/caches"), "--cache-dir") == "/caches"

@@ -1,0 +1,36 @@
+"""Passes over a few tokens before the first batch: what torch compiles then is compiled while the engines start."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from miles.backends.fsdp_utils.model import release_gathered
+from miles.backends.fsdp_utils.roles import Roles
+from miles.backends.training_utils.packing import FlatBatch
+
+LENGTHS = (33, 17)
+"""Of the sequences, in tokens: unlike, and no special case for a compiler, as 1 would be."""
+
+
+def warm_up(roles: Roles) -> None:
+    """Run policy and reference without gradient, and the policy forward and backward; no weight changes. Collective.
+
+    Layers are compiled for any number of tokens, so what is compiled here serves all batches.
+    """
+    device = next(roles.policy.parameters()).device
+    sequences = [[n % roles.policy.vocab_size for n in range(length)] for length in LENGTHS]
+    part = FlatBatch.from_sequences(sequences).micro_batch(np.arange(len(LENGTHS))).to(device)
+    with torch.no_grad():
+        for model in (roles.policy, roles.reference):
+            if model is not None:
+                model(part, 1.0)
+                release_gathered(model)
+    logprobs_N, entropy_N = roles.policy(part, 1.0, entropy=True)
+    (0.0 * (logprobs_N + entropy_N).sum()).backward()
+    roles.optimizer.zero_grad()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+__all__ = ["warm_up"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles.backends.weight_sync.records import TransportName
-from miles.config.resources import parity_bounds, weights_transport
+from miles.config.resources import parity_bounds, parity_only_warns, weights_transport
 from miles.config.schema import RunConfig
 from miles.core.plugins import load_function
 from miles.core.ports import Metrics
@@ -139,7 +139,7 @@ class TrainActor:
             self._worker.score,
             self._probe_sequences(),
             temperature=self._probe_temperature(engine),
-            bounds=ParityBounds(*parity_bounds(self._config)),
+            bounds=ParityBounds(*parity_bounds(self._config), parity_only_warns(self._config)),
             version=version,
         )
 

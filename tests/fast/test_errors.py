@@ -6,6 +6,7 @@ import pytest
 
 import miles
 from miles import errors
+from miles.ray.engine_hosts import EngineGoneError
 from miles.rollout.inference_rollout.generate_and_reward import UnfinishedGroupError
 from miles.rollout.rm_hub.remote import RemoteRewardError
 from miles.rollout.rm_hub.reward_errors import RewardTimeoutError
@@ -20,6 +21,7 @@ EXAMPLES = [
     errors.DataError("rows.jsonl", "is empty"),
     errors.CheckpointError("incomplete"),
     errors.EngineError("died", engine="engine-0", log_path="engine.log", last_lines="one\ntwo"),
+    EngineGoneError("is another model", engine="engine-0"),
     errors.ClusterError("trainer-0 has ended"),
     errors.WeightSyncError("stale"),
     errors.ParityError("apart"),

@@ -13,10 +13,11 @@ from torch import Tensor
 from miles.backends.training_utils.packing import FlatBatch
 from miles.backends.training_utils.parity import (
     ParityBounds,
+    ParityCause,
     ScoredSequence,
     compare,
     explain,
-    parity_error,
+    hold_against,
 )
 from miles.config.schema import RolloutConfig
 from miles.core.train_batch import TrainBatch
@@ -53,32 +54,35 @@ def check_parity(
 ) -> dict[str, float]:
     """How far the engine's log-probs are from the trainer's `old_R` [R] over trainable tokens, in nats, as metrics.
 
-    Raises ParityError above the bounds; what differs is then sought with `score`, log-probs of sequences at a temperature.
+    Raises ParityError above the bounds, unless they only warn; what differs is then sought with `score`, log-probs of
+    sequences at a temperature.
     """
     engine_R = np.asarray(batch["rollout_log_probs"].values)
     sample_R, places = packed.sample_of_R, packed.trainable
     report = compare(old_R.numpy()[places], engine_R[places], packed.sample_index_B[sample_R[places]])
-    if report.within(bounds):
-        return {f"rollout_logprob_abs_diff_{name}": getattr(report, name) for name in ("mean", "p99", "max")}
-    worst_B = np.zeros(len(batch))
-    np.maximum.at(worst_B, sample_R[places], np.abs(old_R.numpy()[places] - engine_R[places]))
-    picked = np.argsort(-worst_B, kind="stable")[:EXPLAINED_SEQUENCES].tolist()
-    versions = np.asarray(batch["weight_version"].values)[packed.trainable_B] if "weight_version" in batch else ()
-    cause = explain(
-        [
-            ScoredSequence(
-                sample=int(packed.sample_index_B[b]),
-                tokens=batch["tokens"].row(b).tolist(),
-                engine_R=batch["rollout_log_probs"].row(b).tolist(),
-                mask_R=(batch["loss_mask"].row(b) != 0).tolist(),
-            )
-            for b in picked
-        ],
-        score,
-        bounds=bounds,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        weight_versions=sorted({str(v) for v in versions}),
-    )
-    raise parity_error(report, bounds, cause, f"samples of rollout step {step}")
+
+    def find_cause() -> ParityCause:
+        worst_B = np.zeros(len(batch))
+        np.maximum.at(worst_B, sample_R[places], np.abs(old_R.numpy()[places] - engine_R[places]))
+        picked = np.argsort(-worst_B, kind="stable")[:EXPLAINED_SEQUENCES].tolist()
+        versions = np.asarray(batch["weight_version"].values)[packed.trainable_B] if "weight_version" in batch else ()
+        return explain(
+            [
+                ScoredSequence(
+                    sample=int(packed.sample_index_B[b]),
+                    tokens=batch["tokens"].row(b).tolist(),
+                    engine_R=batch["rollout_log_probs"].row(b).tolist(),
+                    mask_R=(batch["loss_mask"].row(b) != 0).tolist(),
+                )
+                for b in picked
+            ],
+            score,
+            bounds=bounds,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            weight_versions=sorted({str(v) for v in versions}),
+        )
+
+    hold_against(report, bounds, f"samples of rollout step {step}", find_cause)
+    return {f"rollout_logprob_abs_diff_{name}": getattr(report, name) for name in ("mean", "p99", "max")}

@@ -35,7 +35,7 @@ from miles.backends.training_utils.packing import FlatBatch
 from miles.backends.training_utils.parity import ParityBounds
 from miles.backends.training_utils.policy_columns import PolicyColumns, PolicyPreparation, numbers
 from miles.config.compute import compiles_layers
-from miles.config.resources import parity_bounds
+from miles.config.resources import parity_bounds, parity_only_warns
 from miles.config.schema import RunConfig
 from miles.core.hook_args import HookArgs
 from miles.core.run_facts import RunFacts
@@ -73,7 +73,7 @@ class FsdpTrainWorker:
         preparation = PolicyPreparation(config.algorithm, config.correction, args)
         loss = build_loss(config.algorithm, args=args, correct_terms=preparation.hook)
         self._denominator = build_denominator(config.algorithm, max_response_len=config.rollout.max_response_len)
-        bounds = ParityBounds(*parity_bounds(config))
+        bounds = ParityBounds(*parity_bounds(config), parity_only_warns(config))
         ci = CiChecks(config.ci, bounds, bf16=config.train.bf16)
         self._device = pick_device(config, rank)
         policy, stored = load_policy(config.model.hf_checkpoint, self._device)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from miles.errors import ParityError
+
+logger = logging.getLogger(__name__)
 
 Floats = NDArray[np.float64]
 Score = Callable[[list[list[int]], float], list[list[float]]]
@@ -28,6 +31,8 @@ class ParityBounds:
 
     mean: float
     p99: float
+    warn: bool = False
+    """Tell a difference beyond them and go on: rounding alone can choose other experts, and no bound separates that from a fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,28 @@ def explain(
         "the engine does not hold the trainer's weights: look at the last weight update, and whether --hf-checkpoint is the "
         "same folder for both",
     )
+
+
+def hold_against(
+    report: ParityReport, bounds: ParityBounds, where: str, find_cause: Callable[[], ParityCause]
+) -> None:
+    """Raise ParityError with its cause when a report is beyond the bounds, or tell it where they only warn.
+
+    What is not a number is never only told. `where` says what was compared.
+    """
+    if report.within(bounds):
+        return
+    if bounds.warn and math.isfinite(report.mean):
+        logger.warning(
+            "%s: trainer and engine differ in log-probability: %s; a mixture of experts in bf16 is expected below mean %g, p99 %g"
+            " (miles parity shows where from)",
+            where,
+            report,
+            bounds.mean,
+            bounds.p99,
+        )
+        return
+    raise parity_error(report, bounds, find_cause(), where)
 
 
 def parity_error(report: ParityReport, bounds: ParityBounds, cause: ParityCause, where: str) -> ParityError:

@@ -7,7 +7,14 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miles.backends.training_utils.parity import ParityBounds, ScoredSequence, compare, explain, parity_error
+from miles.backends.training_utils.parity import (
+    ParityBounds,
+    ParityCause,
+    ScoredSequence,
+    compare,
+    explain,
+    hold_against,
+)
 from miles.core.run_facts import EngineEndpoint
 from miles.errors import EngineError
 from miles.utils.http_utils import post
@@ -72,15 +79,18 @@ def check_probes(
 ) -> dict[str, float]:
     """Compare the trainer's `score` with `theirs`, the engine's on the same sequences after the publish of `version`.
 
-    Every trainer rank calls it, since `score` is collective. Raises ParityError above the bounds, naming the cause.
+    Every trainer rank calls it, since `score` is collective. Raises ParityError above the bounds, naming the cause, unless
+    they only warn.
     """
     ours = score(sequences, temperature)
     report = compare([x for row in ours for x in row], [x for row in theirs for x in row])
-    if not report.within(bounds):
+
+    def find_cause() -> ParityCause:
         scored = [
             ScoredSequence(sample=i, tokens=tokens, engine_R=list(row), mask_R=[True] * len(row))
             for i, (tokens, row) in enumerate(zip(sequences, theirs, strict=True))
         ]
-        cause = explain(scored, score, bounds=bounds, temperature=temperature)
-        raise parity_error(report, bounds, cause, f"probes on {engine.engine_id} after weight version {version}")
+        return explain(scored, score, bounds=bounds, temperature=temperature)
+
+    hold_against(report, bounds, f"probes on {engine.engine_id} after weight version {version}", find_cause)
     return {"parity/probe_mean_diff": report.mean, "parity/probe_p99_diff": report.p99}

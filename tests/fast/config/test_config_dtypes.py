@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from miles.config.resources import engine_dtype, parity_bounds
+from miles.config.resources import engine_dtype, parity_bounds, parity_only_warns
 from miles.config.schema import RunConfig
 
 FP32, BF16 = (1e-3, 1e-2), (0.03, 0.3)
@@ -50,3 +50,12 @@ def test_parity_bounds_follow_what_trainer_and_engines_compute_in(folder):
     assert parity_bounds(config(path, engine={"dtype": "bfloat16"})) == BF16
     assert parity_bounds(config(folder(dtype="bfloat16"))) == BF16
     assert parity_bounds(config(folder(dtype="bfloat16"), parity={"max_p99_diff": 0.05})) == (0.03, 0.05)
+
+
+def test_beyond_its_bounds_a_mixture_of_experts_in_bf16_warns_unless_they_were_set(folder):
+    path = folder(dtype="bfloat16", num_experts=8)
+    assert parity_bounds(config(path)) == (0.15, 1.5)
+    assert parity_only_warns(config(path))
+    assert not parity_only_warns(config(path, parity={"max_p99_diff": 0.5}))
+    assert not parity_only_warns(config(folder(dtype="float32", num_experts=8)))
+    assert not parity_only_warns(config(folder(dtype="bfloat16")))

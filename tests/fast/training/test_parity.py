@@ -1,15 +1,19 @@
 import itertools
+import math
 
 import numpy as np
 import pytest
 
 from miles.backends.training_utils.parity import (
     ParityBounds,
+    ParityCause,
     ScoredSequence,
     compare,
     explain,
+    hold_against,
     parity_error,
 )
+from miles.errors import ParityError
 
 BOUNDS = ParityBounds(1e-3, 1e-2)
 LOGITS = np.random.default_rng(0).normal(size=(12, 12)) * 2
@@ -116,3 +120,18 @@ def test_the_error_has_numbers_bounds_cause_and_remedy():
         "fix: ",
     ):
         assert piece in text
+
+
+def test_beyond_bounds_that_only_warn_the_run_goes_on_unless_something_is_not_a_number(caplog):
+    def never():
+        raise AssertionError("no cause is sought for a warning")
+
+    warn = ParityBounds(0.15, 1.5, warn=True)
+    hold_against(compare([-1.0, -2.0], [-1.1, -2.1]), warn, "samples of rollout step 3", never)
+    assert caplog.text == ""
+    hold_against(compare([-1.0, -2.0], [-1.5, -2.0]), warn, "samples of rollout step 3", never)
+    assert "samples of rollout step 3: trainer and engine differ in log-probability: mean 0.25" in caplog.text
+    cause = ParityCause("weights", "e", "f")
+    for trainer, bounds in (([math.nan], warn), ([-9.0], ParityBounds(0.15, 1.5))):
+        with pytest.raises(ParityError, match="cause: weights"):
+            hold_against(compare(trainer, [-1.0]), bounds, "here", lambda: cause)

@@ -65,9 +65,8 @@ def choose_model(
 
 def _make(like: dict[str, Any], work: Path, seed: int, about: str) -> ModelUsed:
     folders = [work / "policy", work / "reference"]
-    settings = (
-        TINY | (TINY_EXPERTS if "num_experts" in like else {}) | {name: like[name] for name in KEPT if name in like}
-    )
+    has_experts = "num_experts_per_tok" in like
+    settings = TINY | (TINY_EXPERTS if has_experts else {}) | {name: like[name] for name in KEPT if name in like}
     config = AutoConfig.for_model(like["model_type"], **settings)
     for number, folder in enumerate(folders):
         torch.manual_seed(2 * seed + number)

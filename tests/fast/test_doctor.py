@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from miles.backends.fsdp_utils.hf_folder import stored_tensors
 from miles.config.load import load
 from miles.doctor.main import compare, facts_of, main, summary, table
 from miles.doctor.model import choose_model
@@ -15,6 +16,7 @@ from miles.doctor.ranks import budget_of, differences, examined, facts, late
 from miles.doctor.samples import STEPS, TRAJECTORIES, engine_log_probs, make_batch, make_trajectories
 from miles.doctor.variations import BASE, LEAST, VARIATIONS, Variation
 from miles.errors import ConfigError, MilesError
+from tests.fast.fsdp.moe import make_moe_folder
 from tests.fast.fsdp.support import make_model_folder
 
 REWARD = ["--rm-type", "exact", "--label-key", "label"]
@@ -149,6 +151,15 @@ def test_a_large_or_missing_model_is_replaced_by_a_tiny_one_of_its_family(tmp_pa
     assert weights[0] != weights[1]
     config = json.loads((tmp_path / "b" / "policy" / "config.json").read_text())
     assert (config["model_type"], config["tie_word_embeddings"]) == ("qwen3", True)
+
+
+def test_the_tiny_model_of_a_family_with_experts_has_few_and_small_ones(tmp_path):
+    folder = make_moe_folder(tmp_path / "own")
+    assert "num_experts" not in json.loads(
+        (folder / "config.json").read_text()
+    )  # transformers writes num_local_experts
+    tiny = choose_model(str(folder), None, max_parameters=100, work=tmp_path / "made", seed=0)
+    assert stored_tensors(tiny.folder, tied=False)["model.layers.0.mlp.gate.weight"].shape == (4, 64)
 
 
 def found(config, denominator: str = "trajectories", **changes: Any):

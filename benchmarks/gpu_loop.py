@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--samples", type=int, default=8, help="samples of a prompt")
     made.add_argument("--input-len", type=int, default=128)
     made.add_argument("--output-len", type=int, default=512)
+    made.add_argument("--max-tokens", type=int, default=32768, help="tokens of a micro-batch")
     made.add_argument("--pairs", type=int, default=5, help="steps in which the bare engine is measured too")
     made.add_argument("--steps", type=int, default=4, help="plain steps after them")
     made.add_argument("--against", action="append", default=[], metavar="NAME=SECONDS", help="another step to compare")
@@ -107,7 +108,7 @@ def prepare(options: Any, folder: Path, run_dir: Path, flags: list[str]) -> list
     if not (model / "config.json").is_file():
         loop_workload.write_folder(options.model, model, "cpu" if options.tiny else "cuda")
     loop_workload.write_prompts(prompts, options.prompts * steps, options.input_len)
-    tokens = max(16384, options.input_len + options.output_len)
+    tokens = max(options.max_tokens, options.input_len + options.output_len)
     command = [sys.executable, "train.py", "--hf-checkpoint", str(model), "--prompt-data", str(prompts)]
     command += ["--label-key", "label", "--rm-type", "deterministic_random", "--run-dir", str(run_dir)]
     command += ["--rollout-function-path", "benchmarks.loop_hooks.RawBesideMiles"]
@@ -115,6 +116,7 @@ def prepare(options: Any, folder: Path, run_dir: Path, flags: list[str]) -> list
     command += ["--bench-pairs", str(options.pairs), "--num-rollout", str(steps), "--num-steps-per-rollout", "1"]
     command += ["--rollout-batch-size", str(options.prompts), "--n-samples-per-prompt", str(options.samples)]
     command += ["--rollout-max-response-len", str(options.output_len), "--max-tokens-per-gpu", str(tokens)]
+    command += ["--skip-actor-forward-only"]  # the weights of the one optimizer step are those that sampled
     command += ["--lr", "1e-6", "--run.use-tensorboard", "false"]
     command += ["--engine.max-running-requests", str(options.prompts * options.samples)]
     if options.tiny:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 
 from miles.backends.fsdp_utils.worker import FsdpTrainWorker
+from miles.config.resources import resolved_threads
 from miles.config.schema import RunConfig
 from miles.core.train_batch import Column, TrainBatch
 
@@ -147,7 +147,7 @@ def open_worker(folder: Path, device: str, tokens: int, **train: Any) -> Iterato
         world_size=1,
         init_method=f"file://{folder}/rendezvous-{time.monotonic_ns()}",
         total_optimizer_steps=1000,
-        threads=min(16, os.cpu_count() or 1),
+        threads=resolved_threads(config),
     )
     try:
         yield worker

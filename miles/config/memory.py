@@ -208,8 +208,10 @@ def training_peak(trainer: TrainerNeeds, total: int) -> Parts:
             "output head": head_gradient,
         }
         moments.append(in_layer)
+    # Copies on a rank alone keep their gradients until the backward pass ends; FSDP reduces them unit by unit.
+    unsummed = size * model.parameters if trainer.keeps_gathered else (size + FP32) * max(model.root, _unit(model))
     at_end = held(trainer, gradients=True) | {
-        "gathered": gathered + (size + FP32) * max(model.root, _unit(model)),
+        "gathered": gathered + unsummed,
         "output head": head_gradient,
     }
     moments.append(at_end)

@@ -164,8 +164,12 @@ def resolved_num_cpus(cfg: RunConfig) -> int:
 
 
 def resolved_threads(cfg: RunConfig) -> int:
-    """Threads that torch uses in each trainer and engine."""
-    return cfg.cluster.threads or machine_cores()
+    """Threads that torch computes with in each trainer and engine.
+
+    Beside a GPU it is one: what is left to the CPU is small, and the GPU waits while threads for it are woken. Sixteen
+    took 3 to 7 ms for an operation on 16,000 numbers that takes one 0.04 ms.
+    """
+    return cfg.cluster.threads or (1 if resolved_device(cfg) == "cuda" else machine_cores())
 
 
 def evaluates(cfg: RunConfig) -> bool:

@@ -17,6 +17,9 @@ from miles.config.sections.train import Recompute
 COMPILED_FORMS = 64
 """Forms of one layer's code that torch.compile keeps: with and without gradient, of policy, reference and critic."""
 
+INDUCTOR: dict[str, str | int | bool | Callable[..., Any]] = {"triton.mix_order_reduction_non_strict_mode": True}
+"""Without it a backward pass of many tokens would be compiled anew where one of few was compiled before."""
+
 
 def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers, in the model's order."""
@@ -32,10 +35,12 @@ def prepare_layers(hf: PreTrainedModel, *, compiled: bool, recompute: Recompute)
     """
     if compiled:
         torch._dynamo.config.recompile_limit = COMPILED_FORMS
+        # Two graphs a layer in place of four: one up to attention and one from there, whichever module calls attention.
+        torch._dynamo.config.nested_graph_breaks = True
     for layer in decoder_layers(hf):
         forward: Callable[..., Any] = layer.forward
         if compiled:
-            forward = _of_views(torch.compile(forward, dynamic=True))
+            forward = _of_views(torch.compile(forward, dynamic=True, options=INDUCTOR))
         if recompute != "none":
             forward = _recomputed(forward, keeps_attention=recompute == "selective")
         layer.forward = forward

@@ -21,6 +21,7 @@ from miles.backends.fsdp_utils.hf_folder import require_equal_heads, require_mod
 from miles.backends.fsdp_utils.layers import decoder_layers
 from miles.backends.fsdp_utils.packed_attention import take_rows, use_packed_attention
 from miles.backends.fsdp_utils.tensor_file import StoredTensor
+from miles.backends.fsdp_utils.whole_copies import WholeCopies
 from miles.backends.training_utils.log_probs import Entropy, TargetLogProb, linear_log_softmax
 from miles.backends.training_utils.packing import FlatBatch, MicroBatch
 from miles.backends.training_utils.schedule import SequenceFlops
@@ -35,6 +36,9 @@ UNIT_PARAMETERS = 50_000_000
 
 class DecoderModel(nn.Module):
     """A Hugging Face model, and what is made of its hidden states, as one module to shard."""
+
+    copies: WholeCopies | None = None
+    """What passes compute with, where FSDP does not gather it."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -152,13 +156,17 @@ def shard(model: DecoderModel, mesh: DeviceMesh, *, bf16: bool = False, keeps_ga
     """Shard the decoder layers, in units that are gathered together, and the rest over `mesh`.
 
     With `bf16` the layers compute in bfloat16 with rounded weights, while the shards and the sums of gradients, over
-    ranks and over micro-batches, stay fp32. With `keeps_gathered` a rank keeps the whole weights from the forward to the
-    backward pass; after a forward pass alone, `release_gathered` gives them up.
+    ranks and over micro-batches, stay fp32. With `keeps_gathered`, on a mesh of one rank, whole weights stay from the
+    forward to the backward pass; after a forward pass alone, `release_gathered` gives them up.
     """
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    if keeps_gathered:
+        model.copies = WholeCopies(model, mesh, dtype)
+        return
+    policy = MixedPrecisionPolicy(param_dtype=dtype if bf16 else None, reduce_dtype=torch.float32)
     for unit in gathered_together(decoder_layers(model.hf)):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=not keeps_gathered, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=not keeps_gathered, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
 
 
 def gathered_together(layers: list[nn.Module]) -> list[list[nn.Module]]:
@@ -174,8 +182,17 @@ def gathered_together(layers: list[nn.Module]) -> list[list[nn.Module]]:
     return units
 
 
+def keep_gathered_after_backward(model: DecoderModel, *, keeps: bool) -> None:
+    """Whether backward passes leave copies in place for a micro-batch that follows; FSDP gathers weights for each anew."""
+    if model.copies is not None:
+        model.copies.keeps_after_backward = keeps
+
+
 def release_gathered(model: DecoderModel) -> None:
     """Give up the whole weights that a forward pass left; the next one gathers them anew."""
+    if model.copies is not None:
+        model.copies.release()
+        return
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

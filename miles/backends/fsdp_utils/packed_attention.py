@@ -76,7 +76,9 @@ def packed_attention(
         return kept.outputs.popleft().detach().requires_grad_(), None
 
     def attend() -> Tensor:
-        attended_THD = _attend(query_1HTD[0], key_1GTD[0], value_1GTD[0], sequence_layout, scaling, sliding_window)
+        # Squeezed, not indexed: the gradient of an index is written into zeros.
+        query_HTD, key_GTD, value_GTD = (x.squeeze(0) for x in (query_1HTD, key_1GTD, value_1GTD))
+        attended_THD = _attend(query_HTD, key_GTD, value_GTD, sequence_layout, scaling, sliding_window)
         # In one form, and no view: torch.compile would compile what follows for each form, of it and of what is viewed.
         return torch.ops.aten._unsafe_view(attended_THD.contiguous(), (1, *attended_THD.shape))
 
@@ -131,6 +133,8 @@ def _attend(
         if layout.by_borders or cuts:
             return _varlen(query_THD, key_TGD, value_TGD, layout, scaling, sliding_window)
     groups = layout.groups
+    if len(groups) == 1:
+        return _grouped(query_THD, key_TGD, value_TGD, groups[0], scaling, sliding_window)
     # One split for all groups: its backward pass puts their gradients side by side, where slices would add them up.
     sizes = [group.stop - group.start for group in groups]
     queries, keys, values = (x.split(sizes) for x in (query_THD, key_TGD, value_TGD))
@@ -138,7 +142,7 @@ def _attend(
         _grouped(query, key, value, group, scaling, sliding_window)
         for query, key, value, group in zip(queries, keys, values, groups, strict=True)
     ]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    return torch.cat(parts)
 
 
 class _Padded(torch.autograd.Function):

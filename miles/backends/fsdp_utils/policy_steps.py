@@ -15,6 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from miles.backends.fsdp_utils.model import keep_gathered_after_backward
 from miles.backends.fsdp_utils.parity_gate import LateGate
 from miles.backends.fsdp_utils.passes import Passes
 from miles.backends.fsdp_utils.planned_batch import PlannedBatch
@@ -179,7 +180,9 @@ class PolicySteps:
         """
 
         def outputs() -> Iterator[LossOutput]:
-            for part, values in zip(parts, inputs, strict=True):
+            last = len(parts) - 1
+            for number, (part, values) in enumerate(zip(parts, inputs, strict=True)):
+                keep_gathered_after_backward(self._roles.policy, keeps=number < last)
                 predicted = self._predict(part)
                 if gate is not None:
                     gate.see(part.entries_N, predicted["logprobs_N"])

@@ -9,8 +9,9 @@ from miles.backends.fsdp_utils.model import release_gathered
 from miles.backends.fsdp_utils.roles import Roles
 from miles.backends.training_utils.packing import FlatBatch
 
-LENGTHS = (33, 17)
-"""Of the sequences, in tokens: unlike, and no special case for a compiler, as 1 would be."""
+LENGTHS = (33, 17) * 41
+"""Of the sequences, in tokens: unlike, and no special case for a compiler, as 1 would be. Together they are enough tokens for
+a compiler to plan for many, and few enough to need little memory."""
 
 
 def warm_up(roles: Roles) -> None:

@@ -62,11 +62,11 @@ class FsdpTrainWorker:
     ) -> None:
         """Join the process group at `init_method` (tcp://host:port or file://path) and load the model.
 
-        `total_optimizer_steps` is the length of the run for the learning-rate decay, `threads` what torch may use, `facts`
-        what users' functions read of the run beside its settings.
+        `total_optimizer_steps` is the length of the run for the learning-rate decay, `threads` what torch computes with
+        once everything is loaded, `facts` what users' functions read of the run beside its settings.
         Raises CheckpointError when a model folder is missing or does not fit.
         """
-        _set_up_torch(config, rank, threads)
+        _set_up_torch(config, rank)
         self._config, self._rank, self._world_size = config, rank, world_size
         self._total_steps = total_optimizer_steps
         args = HookArgs(config, facts or RunFacts(run_dir=config.run.dir or ""))
@@ -83,6 +83,7 @@ class FsdpTrainWorker:
         self._roles = prepare_roles(
             config, policy, stored, self._ranks.mesh, total_optimizer_steps=total_optimizer_steps
         )
+        torch.set_num_threads(threads)
         self._memory = RolesMemory(self._roles)
         self._passes = Passes(config, self._roles)
         self._scoring = Scoring(config, self._roles, self._passes, preparation, bounds, ci)
@@ -242,9 +243,8 @@ class FsdpTrainWorker:
         self._ranks.leave()
 
 
-def _set_up_torch(config: RunConfig, rank: int, threads: int) -> None:
+def _set_up_torch(config: RunConfig, rank: int) -> None:
     disable_progress_bar()
-    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(config.run.deterministic)
     torch.manual_seed(config.train.seed + rank)
 

@@ -201,7 +201,13 @@ def measure(name: str, packs: list[list[int]], options: Any, device: str) -> Ite
         written = time.perf_counter()
         with open_worker(Path(folder), device, max(map(sum, packs)) + 64, **train) as worker:
             loaded = time.perf_counter()
-            print(f"{name}: written in {written - started:.1f} s, loaded in {loaded - written:.1f} s", flush=True)
+            worker.warm_up()
+            warm = time.perf_counter()
+            print(
+                f"{name}: written in {written - started:.1f} s, loaded in {loaded - written:.1f} s, "
+                f"warmed up in {warm - loaded:.1f} s",
+                flush=True,
+            )
             for lengths in packs:
                 if device == "cuda":
                     torch.cuda.reset_peak_memory_stats()

@@ -9,9 +9,9 @@ from miles.backends.fsdp_utils.model import release_gathered
 from miles.backends.fsdp_utils.roles import Roles
 from miles.backends.training_utils.packing import FlatBatch
 
-LENGTHS = (33, 17) * 41
-"""Of the sequences, in tokens: unlike, and no special case for a compiler, as 1 would be. Together they are enough tokens for
-a compiler to plan for many, and few enough to need little memory."""
+PACKS: tuple[tuple[int, ...], ...] = ((64,) * 32, (33, 17) * 41)
+"""Lengths of sequences in tokens: some that a GPU's attention takes as rows, and some that it takes by their borders. Together
+they are enough tokens for a compiler to plan for many, and few enough to need little memory."""
 
 
 def warm_up(roles: Roles) -> None:
@@ -20,15 +20,16 @@ def warm_up(roles: Roles) -> None:
     Layers are compiled for any number of tokens, so what is compiled here serves all batches.
     """
     device = next(roles.policy.parameters()).device
-    sequences = [[n % roles.policy.vocab_size for n in range(length)] for length in LENGTHS]
-    part = FlatBatch.from_sequences(sequences).micro_batch(np.arange(len(LENGTHS))).to(device)
-    with torch.no_grad():
-        for model in (roles.policy, roles.reference):
-            if model is not None:
-                model(part, 1.0)
-                release_gathered(model)
-    logprobs_N, entropy_N = roles.policy(part, 1.0, entropy=True)
-    (0.0 * (logprobs_N + entropy_N).sum()).backward()
+    for lengths in PACKS:
+        sequences = [[n % roles.policy.vocab_size for n in range(length)] for length in lengths]
+        part = FlatBatch.from_sequences(sequences).micro_batch(np.arange(len(lengths))).to(device)
+        with torch.no_grad():
+            for model in (roles.policy, roles.reference):
+                if model is not None:
+                    model(part, 1.0)
+                    release_gathered(model)
+        logprobs_N, entropy_N = roles.policy(part, 1.0, entropy=True)
+        (0.0 * (logprobs_N + entropy_N).sum()).backward()
     roles.optimizer.zero_grad()
     if device.type == "cuda":
         torch.cuda.empty_cache()

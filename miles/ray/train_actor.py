@@ -18,6 +18,7 @@ from miles.core.run_facts import EngineEndpoint
 from miles.core.train_batch import TrainBatch
 from miles.ray.actor_process import enter
 from miles.utils.hf import context_length
+from miles.utils.imports import without_collection
 from miles.utils.kernel_caches import keep_kernels_in
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ class TrainActor:
         self._config, self._world_size = config, int(init["world_size"])
         if config.cluster.kernel_cache_dir:
             keep_kernels_in(config.cluster.kernel_cache_dir)
-        self._worker: Any = load_function(worker_path)(config, rank=self._rank, **init)
-        self._codec: Any = load_function(codec_path)()
+        with without_collection():
+            make_worker, make_codec = load_function(worker_path), load_function(codec_path)
+        self._worker: Any = make_worker(config, rank=self._rank, **init)
+        self._codec: Any = make_codec()
         if load_folder:
             self._worker.load(load_folder)
         self._worker.warm_up()

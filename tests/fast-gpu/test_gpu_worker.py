@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from miles.backends.fsdp_utils import roles
 from tests.ci.register import register_cuda_ci
 from tests.fast.fsdp.support import largest_difference, make_batch, make_config, open_worker, weights_of
 
@@ -90,6 +92,34 @@ def test_recomputation_changes_nothing_but_memory(folder, tmp_path, compile_laye
     for other in others:
         assert largest_difference(plain[1], other[1]) < 1e-4
         assert other[0][1]["train/grad_norm"] == pytest.approx(plain[0][1]["train/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_rank_alone_computes_what_fsdp_does(folder, tmp_path, monkeypatch, recompute):
+    copies = trained(folder, tmp_path, "cuda", bf16=True, recompute=recompute)
+    monkeypatch.setattr(roles, "keeps_gathered", lambda config: False)
+    gathered = trained(folder, tmp_path, "cuda", bf16=True, recompute=recompute)
+    assert largest_difference(copies[1], gathered[1]) < 1e-4
+    assert copies[0][1]["train/grad_norm"] == pytest.approx(gathered[0][1]["train/grad_norm"], rel=1e-3)
+
+
+def test_after_warming_up_neither_few_tokens_nor_many_compile_anything(tmp_path):
+    # Wide enough that Inductor would choose another form of a reduction for many tokens.
+    shape = {"hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen3Config(vocab_size=VOCAB, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, **shape)
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "wide")
+    found = make_config(
+        tmp_path / "wide", **settings("cuda", bf16=True, compile_layers=True, max_tokens_per_gpu=16384)
+    )
+    with open_worker(found, tmp_path) as worker:
+        worker.warm_up()
+        assert counters["stats"]["unique_graphs"] > 0
+        counters.clear()
+        for count in (4, 400):
+            worker.train(make_batch(samples(count)), 0)
+        worker.score([[1, 2, 3]], 1.0)
+        assert counters["stats"]["unique_graphs"] == 0
 
 
 def test_engines_get_gpu_tensors_of_their_type(folder, tmp_path):

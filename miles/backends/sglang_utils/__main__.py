@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.utils import heartbeat
+from miles.utils.imports import without_collection, without_collection_until_run
 from miles.utils.kernel_caches import keep_kernels_in
 from miles.utils.process import TOKEN_VARIABLE, die_with_parent, report_ready, watch_stdin
 from miles.utils.waits import ITSELF, OPEN
@@ -70,8 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             words += ["--admin-api-key", token]
             keep_out_of_logs(token)
 
-        from sglang.srt.entrypoints.http_server import launch_server  # pyright: ignore[reportMissingImports]
-        from sglang.srt.server_args import prepare_server_args  # pyright: ignore[reportMissingImports]
+        with without_collection():
+            from sglang.srt.entrypoints.http_server import launch_server  # pyright: ignore[reportMissingImports]
+            from sglang.srt.server_args import prepare_server_args  # pyright: ignore[reportMissingImports]
 
         work.close()
         work.enter_context(OPEN.on(ITSELF, "loads the model"))
@@ -134,6 +136,9 @@ def reserved_port(host: str) -> Iterator[int]:
         yield held.getsockname()[1]
 
 
+if __name__ == "__mp_main__":
+    # A process that SGLang spawns, its scheduler for one, imports all of it once more.
+    without_collection_until_run()
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     sys.exit(main())

@@ -19,6 +19,7 @@ from miles.backends.torch_engine.model_folder import check_folder
 from miles.backends.torch_engine.settings import EngineSettings, ServerSettings, parse_settings
 from miles.errors import EngineError, MilesError
 from miles.utils import heartbeat
+from miles.utils.imports import without_collection
 from miles.utils.process import die_with_parent, report_ready, watch_stdin
 
 _GIL_INTERVAL_S = 0.0005
@@ -59,11 +60,12 @@ def serve(settings: EngineSettings, server_settings: ServerSettings) -> None:
     sock = _bind(server_settings.host, server_settings.port)
     with sock:
         check_folder(Path(settings.model_path))
-        from transformers.utils.logging import disable_progress_bar
+        with without_collection():
+            from transformers.utils.logging import disable_progress_bar
 
-        from miles.backends.torch_engine.engine import Engine
-        from miles.backends.torch_engine.model import load_model
-        from miles.backends.torch_engine.server import create_app
+            from miles.backends.torch_engine.engine import Engine
+            from miles.backends.torch_engine.model import load_model
+            from miles.backends.torch_engine.server import create_app
 
         disable_progress_bar()
         # Steps of a small model are shorter than the default interval for which a thread may keep the interpreter.

@@ -32,8 +32,13 @@ from miles.doctor import ranks
 step_inputs = PolicySteps._step_inputs
 
 def over_the_micro_batch(self, *args, **kwargs):
-    found = step_inputs(self, *args, **kwargs)
-    return [values | {"weights_N": values["weights_N"] / values["weights_N"].sum()} for values in found]
+    inputs_of = step_inputs(self, *args, **kwargs)
+
+    def of(number):
+        values = inputs_of(number)
+        return values | {"weights_N": values["weights_N"] / values["weights_N"].sum()}
+
+    return of
 
 PolicySteps._step_inputs = over_the_micro_batch
 ranks.VARIATIONS = [v for v in ranks.VARIATIONS if v.ranks == 1 and v.parts < 3]

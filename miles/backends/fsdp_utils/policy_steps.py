@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ class PolicySteps:
         self._roles, self._passes, self._scoring = roles, passes, scoring
         self._loss, self._ci = loss, ci
         self._is_custom = config.algorithm.loss_type == "custom_loss"
+        self._with_entropy = bool(self._algorithm.entropy_coef) or self._algorithm.observe_training_entropy
         self._needs_layout = (
             config.correction.custom_tis_function_path is not None
             or config.algorithm.custom_pg_loss_reducer_function_path is not None
@@ -67,9 +68,9 @@ class PolicySteps:
         for number, (parts, plan) in enumerate(zip(work.steps, work.plans, strict=True)):
             lr = learning_rate(self._config.optimizer, self.num_steps, total_steps)
             entries = work.entries(plan)
-            inputs = self._step_inputs(work, parts, entries, weights_R, columns)
+            inputs_of = self._step_inputs(work, parts, entries, weights_R, columns)
             seen: dict[str, float] = {}
-            found, outcome = self._optimizer_step(parts, inputs, lr, self._scoring.late_gate(work, entries, seen))
+            found, outcome = self._optimizer_step(parts, inputs_of, lr, self._scoring.late_gate(work, entries, seen))
             found |= seen
             self._check(found, outcome, work.step, is_first=number == 0)
             self.num_steps += 1
@@ -111,13 +112,17 @@ class PolicySteps:
         step_entries: NDArray[np.int64],
         weights_R: Tensor,
         columns: dict[str, Tensor],
-    ) -> list[dict[str, Any]]:
-        """What the loss of each micro-batch of an optimizer step reads beside the current log-probs."""
+    ) -> Callable[[int], dict[str, Any]]:
+        """What the loss of a micro-batch of an optimizer step, by its number, reads beside the current log-probs."""
         packed, trajectory_R = work.packed, work.trajectory_R
         sample_R = torch.from_numpy(packed.sample_of_R)
         num_units = self._num_units(step_entries, weights_R, trajectory_R)
-        found: list[dict[str, Any]] = []
-        for part in parts:
+        others: list[OtherTokens] = []
+        if self._loss.needs_trajectories:
+            others = self._other_tokens(parts, step_entries, weights_R, columns, trajectory_R)
+
+        def of(number: int) -> dict[str, Any]:
+            part = parts[number]
             entries_N = part.entries_N
             values: dict[str, Any] = {name: values_R[entries_N] for name, values_R in columns.items()}
             values |= {
@@ -129,10 +134,11 @@ class PolicySteps:
             }
             if self._needs_layout:
                 values["layout"] = layout_of(entries_N, packed, work.batch.response_lengths)
-            found.append(values)
-        if self._loss.needs_trajectories:
-            self._add_other_tokens(found, parts, step_entries, weights_R, columns, trajectory_R)
-        return found
+            if others:
+                values["other"] = others[number]
+            return values
+
+        return of
 
     def _num_units(self, step_entries: NDArray[np.int64], weights_R: Tensor, trajectory_R: Tensor) -> float:
         """How many tokens of an optimizer step count, or trajectories where the loss is a mean over these."""
@@ -141,29 +147,28 @@ class PolicySteps:
             return float(len(counted))
         return float(len(np.unique(trajectory_R.numpy()[counted])))
 
-    def _add_other_tokens(
+    def _other_tokens(
         self,
-        inputs: list[dict[str, Any]],
         parts: Sequence[MicroBatch],
         step_entries: NDArray[np.int64],
         weights_R: Tensor,
         columns: dict[str, Tensor],
         trajectory_R: Tensor,
-    ) -> None:
-        """Where micro-batches tear trajectories apart, hand each the tokens of its trajectories that others have."""
+    ) -> list[OtherTokens]:
+        """For each micro-batch, the tokens of its trajectories that others have; nothing where none is torn apart."""
         elsewhere = tokens_elsewhere([p.entries_N.numpy() for p in parts], step_entries, trajectory_R.numpy())
         split = torch.tensor(max(len(entries) for entries in elsewhere))
         if dist.get_world_size() > 1:
             dist.all_reduce(split, op=dist.ReduceOp.MAX)
         if not split:
-            return
+            return []
         # A trajectory's terms need its mean under the current weights, which no single micro-batch can give.
         now_R = self._passes.forward_only(self._roles.policy, parts, len(weights_R))
         if dist.get_world_size() > 1:
             dist.all_reduce(now_R)
-        for values, entries in zip(inputs, elsewhere, strict=True):
-            entries_M = torch.from_numpy(entries)
-            values["other"] = OtherTokens(
+
+        def tokens(entries_M: Tensor) -> OtherTokens:
+            return OtherTokens(
                 logprobs_M=now_R[entries_M],
                 weights_M=weights_R[entries_M],
                 old_logprobs_M=columns["old_logprobs_N"][entries_M],
@@ -171,8 +176,10 @@ class PolicySteps:
                 trajectory_M=trajectory_R[entries_M],
             )
 
+        return [tokens(torch.from_numpy(entries)) for entries in elsewhere]
+
     def _optimizer_step(
-        self, parts: Sequence[MicroBatch], inputs: list[dict[str, Any]], lr: float, gate: LateGate | None
+        self, parts: Sequence[MicroBatch], inputs_of: Callable[[int], dict[str, Any]], lr: float, gate: LateGate | None
     ) -> tuple[dict[str, float], Outcome]:
         """Metrics, and `done`, `empty` (nothing to train on) or `skipped` (gradient norm not finite).
 
@@ -181,9 +188,11 @@ class PolicySteps:
 
         def outputs() -> Iterator[LossOutput]:
             last = len(parts) - 1
-            for number, (part, values) in enumerate(zip(parts, inputs, strict=True)):
+            for number, part in enumerate(parts):
                 keep_gathered_after_backward(self._roles.policy, keeps=number < last)
-                predicted = self._predict(part)
+                found = self._forward(part)
+                values = inputs_of(number)  # while a GPU is at it
+                predicted = self._predicted(found)
                 if gate is not None:
                     gate.see(part.entries_N, predicted["logprobs_N"])
                 if self._is_custom:
@@ -193,26 +202,26 @@ class PolicySteps:
         close = None if gate is None else gate.close
         return optimizer_step(self._roles.optimizer, outputs(), lr, dist.group.WORLD, close)
 
-    def _predict(self, part: MicroBatch) -> dict[str, Tensor]:
-        """Log-probs of the predicted tokens with gradient; and entropies, and whole logits, where they are asked for.
+    def _forward(self, part: MicroBatch) -> tuple[Tensor, ...]:
+        """Log-probs of the predicted tokens with gradient; and entropies, and whole logits, where they are asked for."""
+        return self._roles.policy(part, self._passes.temperature, entropy=self._with_entropy, logits=self._is_custom)
+
+    def _predicted(self, found: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """The results of `_forward` by name.
 
         They come to the CPU, where the loss and all that it reads are; only a custom loss, which gets whole logits, is
         computed where those are.
         """
-        algorithm = self._algorithm
-        with_entropy = bool(algorithm.entropy_coef) or algorithm.observe_training_entropy
-        logprobs_N, *others = self._roles.policy(
-            part, self._passes.temperature, entropy=with_entropy, logits=self._is_custom
-        )
         if not self._is_custom and self._device.type != "cpu":
-            logprobs_N, *others = torch.stack((logprobs_N, *others)).cpu().unbind()
-        found = {"logprobs_N": logprobs_N}
-        if with_entropy:
+            found = torch.stack(found).cpu().unbind()
+        logprobs_N, *others = found
+        predicted = {"logprobs_N": logprobs_N}
+        if self._with_entropy:
             entropy_N = others.pop(0)
-            found["entropy_N"] = entropy_N if algorithm.entropy_coef else entropy_N.detach()
+            predicted["entropy_N"] = entropy_N if self._algorithm.entropy_coef else entropy_N.detach()
         if self._is_custom:
-            found["logits_NV"] = others.pop(0)
-        return found
+            predicted["logits_NV"] = others.pop(0)
+        return predicted
 
 
 def _on(value: Any, device: torch.device) -> Any:

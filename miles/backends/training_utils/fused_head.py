@@ -14,6 +14,9 @@ from torch import Tensor
 CHUNK_LOGITS = 1 << 29
 """Logits that exist at a time beside those that are kept: 1 GiB in 16 bits."""
 
+TILE = 256
+"""Rows that a matrix product computes together; others would be computed for nothing."""
+
 
 @cache
 def has_triton() -> bool:
@@ -35,6 +38,8 @@ def linear_log_prob_entropy(
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:
     size = max(1, CHUNK_LOGITS // vocabulary)
+    if size > TILE:
+        size -= size % TILE
     return [slice(start, min(rows, start + size)) for start in range(0, rows, size)]
 
 

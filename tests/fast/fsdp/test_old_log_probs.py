@@ -60,14 +60,8 @@ def test_nan_from_the_policy_names_the_sample(model_folder, tmp_path, monkeypatc
     config = make_config(model_folder, algorithm=dict(SKIP), parity=dict(OFF))
     with open_worker(config, tmp_path) as worker:
         batch = scored_batch(worker, make_samples())
-        predict = worker._steps._predict
-
-        def broken(part):
-            found = predict(part)
-            found["logprobs_N"] = found["logprobs_N"] * float("nan")
-            return found
-
-        monkeypatch.setattr(worker._steps, "_predict", broken)
+        forward = worker._steps._forward
+        monkeypatch.setattr(worker._steps, "_forward", lambda part: tuple(x * float("nan") for x in forward(part)))
         with pytest.raises(TrainingError, match=r"the trainer's log-prob is nan.*samples 500"):
             worker.train(batch, 0)
 

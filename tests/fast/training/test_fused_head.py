@@ -92,3 +92,9 @@ def test_chunks_cover_every_row_once(monkeypatch):
     assert [(c.start, c.stop) for c in fused_head._chunks(12, 10)] == [(0, 3), (3, 6), (6, 9), (9, 12)]
     assert [(c.start, c.stop) for c in fused_head._chunks(2, 100)] == [(0, 1), (1, 2)]
     assert fused_head._chunks(0, 10) == []
+
+
+def test_large_chunks_are_whole_tiles():
+    found = fused_head._chunks(16384, 151936)
+    assert [c.stop - c.start for c in found] == [3328] * 4 + [3072]
+    assert 3328 * 151936 <= fused_head.CHUNK_LOGITS

@@ -97,4 +97,4 @@ def test_chunks_cover_every_row_once(monkeypatch):
 def test_large_chunks_are_whole_tiles():
     found = fused_head._chunks(16384, 151936)
     assert [c.stop - c.start for c in found] == [3328] * 4 + [3072]
-    assert 3328 * 151936 <= fused_head.CHUNK_LOGITS
+    assert fused_head.CHUNK_LOGITS >= 3328 * 151936

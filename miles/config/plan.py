@@ -51,7 +51,8 @@ def describe_plan(cfg: RunConfig) -> list[str]:
 
 
 def _own(cfg: RunConfig, gpus: Sequence[Sequence[str]]) -> tuple[str, str, str]:
-    place = f"{_place(engine_backend(cfg), cfg, gpus)}, {_each(resolved_threads(cfg))}"
+    threads = resolved_threads(cfg) if engine_backend(cfg) == "torch" else None
+    place = f"{_place(engine_backend(cfg), cfg, gpus)}, {_each(threads)}"
     return "engines", _count(num_engines(cfg), "process", "es"), place
 
 
@@ -86,8 +87,8 @@ def _length(cfg: RunConfig) -> str:
     return f"{_count(cfg.rollout.num_epoch or 0, 'epoch')} of rows // {cfg.rollout.batch_size} rollout steps"
 
 
-def _each(threads: int) -> str:
-    return f"1 logical CPU and {_count(threads, 'thread')} each"
+def _each(threads: int | None) -> str:
+    return "1 logical CPU each" if threads is None else f"1 logical CPU and {_count(threads, 'thread')} each"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -36,7 +36,7 @@ class ClusterConfig(ConfigModel):
     rollout_engines: Annotated[PositiveInt, Flag("--rollout-engines")] = 1
     """Inference engines; each takes one logical CPU, and on GPUs `--rollout-num-gpus-per-engine` of them."""
     threads: Annotated[PositiveInt | None, Flag("--torch-threads")] = None
-    """Threads that torch uses in each trainer and engine; unset takes the machine's cores. Training and generation take turns, so each may use all of them."""
+    """Threads that torch computes with on the CPU in each trainer and torch engine. Unset: one beside a GPU, else the machine's cores, since training and generation take turns."""
     start_timeout_s: PositiveFloat = 300.0
     """Seconds a child process may take to start before the run stops."""
     wait_timeout_s: PositiveFloat = 3600.0

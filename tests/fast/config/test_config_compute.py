@@ -8,7 +8,9 @@ from miles.config.checks_precision import PRECISION_CHECKS
 from miles.config.compute import compiles_layers, keeps_gathered, recompute_of
 from miles.config.known import run_checks
 from miles.config.load import read
+from miles.config.plan import describe_plan
 from miles.config.preflight import PREFLIGHT
+from miles.config.resources import machine_cores, resolved_threads
 
 
 def config_of(*words):
@@ -55,6 +57,20 @@ def test_layers_are_compiled_on_a_gpu_unless_the_settings_say_otherwise(gpu, mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not compiles_layers(config_of())
     assert compiles_layers(config_of("--compile-layers"))
+
+
+def test_beside_a_gpu_torch_computes_with_one_thread_unless_told_otherwise(gpu):
+    assert resolved_threads(config_of()) == 1
+    assert resolved_threads(config_of("--torch-threads", "3")) == 3
+    assert resolved_threads(config_of("--device", "cpu")) == machine_cores()
+
+
+def test_the_plan_tells_threads_of_the_trainer_and_not_of_sglang(gpu):
+    plan = [" ".join(line.split()) for line in describe_plan(config_of("--rollout-batch-size", "4"))]
+    (engines,) = (line for line in plan if line.startswith("engines"))
+    (trainer,) = (line for line in plan if line.startswith("trainer"))
+    assert engines.endswith("1 logical CPU each")
+    assert trainer.endswith("1 logical CPU and 1 thread each")
 
 
 def test_a_rank_alone_on_a_gpu_keeps_gathered_weights_unless_it_recomputes_all(gpu):

@@ -43,7 +43,7 @@ def sized(name):
 
 def test_the_peak_of_a_step_is_what_was_measured_on_an_h200():
     rows = json.loads((RESULTS / "train_step_h200.json").read_text())["rows"]
-    assert len(rows) == 4
+    assert {row["model"] for row in rows} == {"0.6b", "1.7b", "4b"}
     for row in rows:
         needs = TrainerNeeds(policy=sized(row["model"]), tokens=row["tokens"], several=False)
         predicted = sum(training_peak(needs, H200).values()) / GIB

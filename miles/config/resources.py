@@ -121,7 +121,8 @@ def engine_backend(cfg: RunConfig) -> Literal["torch", "sglang"]:
 def offloads_train(cfg: RunConfig) -> bool:
     """Whether the trainer leaves its device while the engines generate."""
     chosen = cfg.cluster.offload_train
-    return num_train_ranks(cfg) > 0 and (cfg.cluster.colocate if chosen is None else chosen)
+    both = num_train_ranks(cfg) > 0 and num_engines(cfg) > 0
+    return both and (cfg.cluster.colocate if chosen is None else chosen)
 
 
 def offloaded_by_engines(cfg: RunConfig) -> tuple[str, ...]:

@@ -37,9 +37,10 @@ class TakingTurns:
     training  engines: away            trainer: there
     publish   engines: weights         trainer: there      KV comes back when the trainer has gone: the two do not fit
     ```
-    `engines` gives those that live; one that has just started has all its memory. `tags` is what engines give up (of
-    `TAGS`), nothing when it is empty. An engine that dies while the trainer has the memory is started again after it, by
-    `restarts`; one that dies gives up nothing, and is no error here.
+    It begins as a rollout: the trainer has left when it was ready. `engines` gives those that live; one that has just
+    started has all its memory. `tags` is what engines give up (of `TAGS`), nothing when it is empty. An engine that dies
+    while the trainer has the memory is started again after it, by `restarts`; one that dies gives up nothing, and is no
+    error here.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class TakingTurns:
         self._trainer, self._engines, self._waits = trainer, engines, waits
         self._offload_train, self._tags = offload_train, tuple(tags)
         self._restarts = restarts
-        self._trainer_is_away = False
+        self._trainer_is_away = offload_train
         self._asleep: dict[tuple[str, int], set[str]] = {}
         """What each process has given up: another at the same address has not."""
         self._moving = asyncio.Lock()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles.backends.weight_sync.records import TransportName
-from miles.config.resources import parity_bounds, parity_only_warns, weights_transport
+from miles.config.resources import offloads_train, parity_bounds, parity_only_warns, weights_transport
 from miles.config.schema import RunConfig
 from miles.core.plugins import load_function
 from miles.core.ports import Metrics
@@ -42,7 +42,11 @@ class TrainActor:
     def start(
         self, config: RunConfig, worker_path: str, codec_path: str, init: Mapping[str, Any], load_folder: str | None
     ) -> None:
-        """Build the worker named by `worker_path`, resume it from `load_folder` if given, and have it compile."""
+        """Build the worker named by `worker_path`, resume it from `load_folder` if given, and have it compile.
+
+        Where it takes turns with engines on its GPU, it then leaves: they size their KV cache by what they find free, and
+        memory of the CPU that it moves to takes seconds to get.
+        """
         self._config, self._world_size = config, int(init["world_size"])
         if config.cluster.kernel_cache_dir:
             keep_kernels_in(config.cluster.kernel_cache_dir)
@@ -53,6 +57,8 @@ class TrainActor:
         if load_folder:
             self._worker.load(load_folder)
         self._worker.warm_up()
+        if offloads_train(config):
+            self._worker.offload()
 
     def train(self, batch: TrainBatch, step: int) -> Metrics:
         """All optimizer steps of one batch."""

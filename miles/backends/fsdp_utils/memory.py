@@ -19,11 +19,6 @@ class RolesMemory:
         self._roles = roles
         self._waiting: dict[Part, Waiting] = {"weights": Waiting(), "optimizer": Waiting()}
 
-    def reserve(self) -> None:
-        """Get the CPU's memory that `offload` fills; gradients are given up."""
-        for part, waiting in self._waiting.items():
-            waiting.reserve(self._memory(part))
-
     def offload(self, *parts: Part) -> None:
         """Move these parts to the CPU's memory, all of them when none is named, and give the GPU's back."""
         for part in parts or tuple(self._waiting):

@@ -36,23 +36,18 @@ class Waiting:
         """
         if self.is_out:
             return
-        for storage, host in self.reserve(tensors):
-            host.copy_(_bytes(storage), non_blocking=True)
-            self._held.append((storage, host))
-        _wait(self._held)
-        for storage, _ in self._held:
-            storage.resize_(0)
-
-    def reserve(self, tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, Tensor]]:
-        """Host memory for each storage of `tensors` that can leave, so that `out` need not wait for it: a second a GiB or so."""
         storages = {s._cdata: s for s in map(_storage, tensors) if s.nbytes() and s.resizable()}
         for key, storage in storages.items():
             host = self._host.get(key)
             if host is None or host.numel() != storage.nbytes():
                 pinned = storage.device.type == "cuda"
-                self._host[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+                host = self._host[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            host.copy_(_bytes(storage), non_blocking=True)
+            self._held.append((storage, host))
         self._host = {key: self._host[key] for key in storages}
-        return [(storage, self._host[key]) for key, storage in storages.items()]
+        _wait(self._held)
+        for storage, _ in self._held:
+            storage.resize_(0)
 
     def back(self) -> None:
         """Bring back what `out` moved, bit by bit."""

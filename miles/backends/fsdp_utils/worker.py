@@ -35,7 +35,7 @@ from miles.backends.training_utils.packing import FlatBatch
 from miles.backends.training_utils.parity import ParityBounds
 from miles.backends.training_utils.policy_columns import PolicyColumns, PolicyPreparation, numbers
 from miles.config.compute import compiles_layers
-from miles.config.resources import offloads_train, parity_bounds, parity_only_warns
+from miles.config.resources import parity_bounds, parity_only_warns
 from miles.config.schema import RunConfig
 from miles.core.hook_args import HookArgs
 from miles.core.run_facts import RunFacts
@@ -94,11 +94,9 @@ class FsdpTrainWorker:
     # Training
 
     def warm_up(self) -> None:
-        """Compile what is compiled, and get host memory to move to, so that no step waits for it; of no effect on results."""
+        """Compile what is compiled, so that the first batch does not wait for it; of no effect on results."""
         if compiles_layers(self._config):
             warm_up(self._roles)
-        if offloads_train(self._config):
-            self._memory.reserve()
 
     def train(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Run every optimizer step of the batch of rollout `step`; returns metrics, the same on all ranks.

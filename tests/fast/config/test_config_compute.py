@@ -10,7 +10,7 @@ from miles.config.known import run_checks
 from miles.config.load import read
 from miles.config.plan import describe_plan
 from miles.config.preflight import PREFLIGHT
-from miles.config.resources import machine_cores, resolved_threads
+from miles.config.resources import machine_cores, offloads_train, resolved_threads
 
 
 def config_of(*words):
@@ -71,6 +71,14 @@ def test_the_plan_tells_threads_of_the_trainer_and_not_of_sglang(gpu):
     (trainer,) = (line for line in plan if line.startswith("trainer"))
     assert engines.endswith("1 logical CPU each")
     assert trainer.endswith("1 logical CPU and 1 thread each")
+
+
+def test_a_trainer_leaves_its_device_only_for_engines(cpu):
+    assert offloads_train(config_of("--colocate"))
+    assert not offloads_train(config_of("--colocate", "--offload-train", "false"))
+    assert not offloads_train(config_of("--colocate", "--loss-type", "sft_loss"))
+    replay = ["--debug-train-only", "--load-debug-rollout-data", "data/{rollout_id}.jsonl"]
+    assert not offloads_train(config_of("--colocate", "--offload-train", *replay))
 
 
 def test_a_rank_alone_on_a_gpu_keeps_gathered_weights_unless_it_recomputes_all(gpu):

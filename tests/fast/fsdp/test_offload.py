@@ -29,25 +29,6 @@ def test_memory_goes_and_comes_back_bit_by_bit_under_every_view():
     assert torch.equal(views[1], kept.view(-1))
 
 
-def test_memory_that_was_reserved_is_what_is_filled():
-    whole, kept = torch.arange(6.0), torch.arange(6.0)
-    waiting = Waiting()
-    ((_, host),) = waiting.reserve([whole, whole[2:]])
-    assert not waiting.is_out
-    waiting.out([whole])
-    assert host.view(torch.float32).tolist() == kept.tolist()
-    waiting.back()
-    assert torch.equal(whole, kept)
-
-
-def test_a_trainer_that_will_leave_its_device_reserves_memory_as_it_warms_up(model_folder, tmp_path):
-    for leaves in (False, True):
-        config = make_config(model_folder, parity={"enabled": False}, cluster={"offload_train": leaves})
-        with open_worker(config, tmp_path) as worker:
-            worker.warm_up()
-            assert [bool(waiting._host) for waiting in worker._memory._waiting.values()] == [leaves] * 2
-
-
 @pytest.mark.parametrize("algorithm", [{}, {"advantage_estimator": "ppo"}, {"use_kl_loss": True}])
 def test_a_trainer_that_waited_goes_on_in_the_same_bits(model_folder, tmp_path, algorithm):
     ends = []

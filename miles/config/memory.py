@@ -231,6 +231,8 @@ def _of_trainer(needs: Needs, trainer: TrainerNeeds, phase: Phase, total: int) -
     else:
         # A trainer that compiles has gradients once already, for a moment.
         after = held(trainer, gradients=trainer.compiled) | {"buckets": _sent(needs, trainer)}
+        if trainer.compiled and trainer.keeps_gathered:
+            after["gathered"] = 2 * trainer.itemsize * trainer.policy.parameters
         parts = max(_loading(trainer), after, key=lambda parts: sum(parts.values())) | own
     return {f"trainer: {name}": number for name, number in parts.items()}
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 
 @contextmanager
@@ -28,16 +29,16 @@ def without_collection() -> Iterator[None]:
 def without_collection_until_run() -> None:
     """The same for a process that multiprocessing spawned, to be called as it imports the main module.
 
-    It then imports what it was given to run, and runs it.
+    It then imports what it was given to run, and starts itself up, which no public hook tells.
     """
     gc.disable()
-    run = BaseProcess.run
+    start_up: Any = BaseProcess._bootstrap  # pyright: ignore[reportAttributeAccessIssue]
 
-    def run_and_collect(self: BaseProcess) -> None:
+    def collect_and_start_up(self: BaseProcess, *args: Any, **kwargs: Any) -> Any:
         _collect_from_here()
-        run(self)
+        return start_up(self, *args, **kwargs)
 
-    BaseProcess.run = run_and_collect
+    BaseProcess._bootstrap = collect_and_start_up  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _collect_from_here() -> None:

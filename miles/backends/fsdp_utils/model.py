@@ -156,11 +156,11 @@ def shard(model: DecoderModel, mesh: DeviceMesh, *, bf16: bool = False, keeps_ga
     """Shard the decoder layers, in units that are gathered together, and the rest over `mesh`.
 
     With `bf16` the layers compute in bfloat16 with rounded weights, while the shards and the sums of gradients, over
-    ranks and over micro-batches, stay fp32. With `keeps_gathered`, on a mesh of one rank, whole weights stay from the
+    ranks and over micro-batches, stay fp32. With `keeps_gathered`, and on a mesh of one rank, whole weights stay from the
     forward to the backward pass; after a forward pass alone, `release_gathered` gives them up.
     """
     dtype = torch.bfloat16 if bf16 else torch.float32
-    if keeps_gathered:
+    if keeps_gathered and mesh.size() == 1:
         model.copies = WholeCopies(model, mesh, dtype)
         return
     policy = MixedPrecisionPolicy(param_dtype=dtype if bf16 else None, reduce_dtype=torch.float32)

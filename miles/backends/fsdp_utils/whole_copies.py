@@ -23,7 +23,8 @@ class WholeCopies:
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-        """Take over all parameters of `model`, which lie whole on the device of `mesh`."""
+        """Take over all parameters of `model`, which lie whole on the device of `mesh`, one rank's."""
+        assert mesh.size() == 1, mesh
         self.keeps_after_backward = False
         """Whether the next backward passes leave the copies in place, for a forward pass with the same weights."""
         found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
@@ -61,14 +62,17 @@ class WholeCopies:
                 module._parameters[name] = parameter
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        self._ends_backward = False  # one that failed has not ended
+        if self._ends_backward:  # one that failed has not ended
+            self._ends_backward = False
+            for copy in self._copies:
+                copy.grad = None
         if self._are_in_place:
             return
         self._storage.resize_(self._bytes)
+        self._are_in_place = True
         targets = [copy.data for copy in self._copies]
         torch._foreach_copy_(targets, self._locals)  # pyright: ignore[reportPrivateImportUsage]
         self._put(self._copies)
-        self._are_in_place = True
 
     def _after_forward(self, model: nn.Module, inputs: Any, outputs: Tensor | tuple[Tensor, ...]) -> None:
         for output in (outputs,) if isinstance(outputs, Tensor) else outputs:

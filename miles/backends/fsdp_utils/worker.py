@@ -35,7 +35,7 @@ from miles.backends.training_utils.packing import FlatBatch
 from miles.backends.training_utils.parity import ParityBounds
 from miles.backends.training_utils.policy_columns import PolicyColumns, PolicyPreparation, numbers
 from miles.config.compute import compiles_layers
-from miles.config.resources import parity_bounds, parity_only_warns
+from miles.config.resources import machine_cores, parity_bounds, parity_only_warns
 from miles.config.schema import RunConfig
 from miles.core.hook_args import HookArgs
 from miles.core.run_facts import RunFacts
@@ -245,6 +245,7 @@ class FsdpTrainWorker:
 
 def _set_up_torch(config: RunConfig, rank: int) -> None:
     disable_progress_bar()
+    torch.set_num_threads(machine_cores())  # while it loads
     torch.use_deterministic_algorithms(config.run.deterministic)
     torch.manual_seed(config.train.seed + rank)
 

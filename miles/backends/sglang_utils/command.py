@@ -13,7 +13,7 @@ def sglang_command(config: RunConfig) -> list[str]:
     """Command line of one SGLang engine; what users gave as `--sglang-*` comes last, so that it wins over a default."""
     engine = config.engine
     running = engine.max_running_requests
-    command = [sys.executable, "-m", "miles.backends.sglang_utils", "--exit-on-stdin-close"]
+    command = [sys.executable, "-m", "miles.backends.sglang_utils.serve", "--exit-on-stdin-close"]
     if config.cluster.kernel_cache_dir:
         command += ["--cache-dir", config.cluster.kernel_cache_dir]
     command += ["--model-path", config.model.hf_checkpoint, "--dtype", engine_dtype(config)]

@@ -217,7 +217,7 @@ def test_a_step_that_does_not_fit_is_told_with_its_parts_and_what_makes_it_fit(m
 def test_a_start_with_everything_there_is_told_with_the_fraction_that_fits(machine):
     folder = machine(1, 139.8, "1.7b")
     (text,) = told(folder, *COLOCATED)
-    assert text.startswith("memory: start needs about 156.5 GiB on GPU 0 and it has 139.8: engine: KV 123.5")
+    assert text.startswith("memory: start needs about 162.9 GiB on GPU 0 and it has 139.8: engine: KV 123.5")
     fix = text.partition(" -> ")[2].split("; or ")[0]
     assert fix.startswith("--sglang-mem-fraction-static 0.")
     assert told(folder, *COLOCATED, *fix.split()) == []

@@ -1,10 +1,14 @@
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from miles.backends.fsdp_utils import critic, roles
-from miles.backends.fsdp_utils.model import hf_tensors, release_gathered
+from miles.backends.fsdp_utils import critic, model, roles
+from miles.backends.fsdp_utils.model import hf_tensors, load_policy, release_gathered, shard
 from miles.backends.fsdp_utils.whole_copies import WholeCopies
+from miles.backends.training_utils.packing import FlatBatch
 from tests.fast.fsdp.support import (
     largest_difference,
     make_batch,
@@ -98,3 +102,37 @@ def test_copies_of_a_pass_that_failed_are_given_up_by_hand(model_folder, tmp_pat
         release_gathered(policy)
         assert all(isinstance(p, DTensor) for p in policy.parameters())
         assert worker.score([[1, 2, 3]], 1.0)[0][1] < 0
+
+
+def test_a_backward_pass_that_failed_adds_nothing_to_the_next(model_folder, tmp_path, alone):
+    part = FlatBatch.from_sequences([[1, 2, 3, 4]]).micro_batch(np.arange(1))
+    config = make_config(model_folder, train={"bf16": True}, parity={"enabled": False})
+
+    def gradients(policy):
+        (logprobs_N,) = policy(part, 1.0)
+        logprobs_N.sum().backward()
+        return [parameter.grad.to_local().clone() for parameter in policy.parameters()]
+
+    with open_worker(config, tmp_path) as worker:
+        policy = worker._roles.policy
+        expected = gradients(policy)
+        worker._roles.optimizer.zero_grad()
+        assert policy.copies is not None
+        # The embedding's gradient comes last, when others are there already.
+        handle = policy.copies._copies[0].register_hook(lambda grad: 1 / 0)
+        (logprobs_N,) = policy(part, 1.0)
+        with pytest.raises(ZeroDivisionError):
+            logprobs_N.sum().backward()
+        assert any(copy.grad is not None for copy in policy.copies._copies)
+        handle.remove()
+        found = gradients(policy)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_several_ranks_shard_whatever_the_settings_say(model_folder, monkeypatch):
+    policy, _ = load_policy(model_folder)
+    sharded = []
+    monkeypatch.setattr(model, "fully_shard", lambda module, **settings: sharded.append(module))
+    shard(policy, SimpleNamespace(size=lambda: 2), keeps_gathered=True)
+    assert policy.copies is None
+    assert sharded[-1] is policy

@@ -53,7 +53,7 @@ def engine(tmp_path, monkeypatch):
     started = []
 
     def start(*words):
-        command = [sys.executable, "-m", "miles.backends.sglang_utils", "--exit-on-stdin-close", *words]
+        command = [sys.executable, "-m", "miles.backends.sglang_utils.serve", "--exit-on-stdin-close", *words]
         started.append(ServerProcess("engine-0", command, tmp_path / "logs" / "engine-0.log"))
         return started[0]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from miles.backends.sglang_utils.__main__ import keep_out_of_logs, prepare_environment, reserved_port, warm_up
+from miles.backends.sglang_utils.serve import keep_out_of_logs, prepare_environment, reserved_port, warm_up
 
 
 def test_a_reserved_port_is_given_to_nobody_else_and_a_server_can_take_it():

@@ -1,11 +1,14 @@
 import gc
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from miles.utils.imports import without_collection
 
+ROOT = Path(__file__).parents[3]
 MAIN = """
 import gc, multiprocessing, sys
 from miles.utils.imports import without_collection_until_run
@@ -53,10 +56,13 @@ def test_who_collects_nothing_already_goes_on_so():
 
 
 def test_a_spawned_process_collects_from_where_it_runs(tmp_path):
-    (tmp_path / "started.py").write_text(MAIN)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "started.py").write_text(MAIN)
     (tmp_path / "target.py").write_text(TARGET)
+    command = [sys.executable, "-m", "package.started"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "started.py")], capture_output=True, text=True, timeout=60, check=True
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.splitlines() == [
         "imported, collects: True",

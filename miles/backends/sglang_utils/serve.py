@@ -1,4 +1,4 @@
-"""`python -m miles.backends.sglang_utils --model-path FOLDER ...`: one stock SGLang server that ends with its owner.
+"""`python -m miles.backends.sglang_utils.serve --model-path FOLDER ...`: one stock SGLang server that ends with its owner.
 
 It takes the flags of `sglang serve`, and three of its own: `--ready-fd`, `--exit-on-stdin-close`, `--cache-dir`.
 """
@@ -25,7 +25,7 @@ from miles.utils.kernel_caches import keep_kernels_in
 from miles.utils.process import TOKEN_VARIABLE, die_with_parent, report_ready, watch_stdin
 from miles.utils.waits import ITSELF, OPEN
 
-logger = logging.getLogger("miles.backends.sglang_utils")
+logger = logging.getLogger("miles.backends.sglang_utils.serve")
 
 HOST = "127.0.0.1"
 LISTEN_S = 60.0
@@ -41,7 +41,9 @@ ENVIRONMENT = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal, the death of the parent, or (if asked) the end of standard input; returns the exit status."""
-    own = argparse.ArgumentParser(prog="python -m miles.backends.sglang_utils", add_help=False, allow_abbrev=False)
+    own = argparse.ArgumentParser(
+        prog="python -m miles.backends.sglang_utils.serve", add_help=False, allow_abbrev=False
+    )
     own.add_argument("--ready-fd", type=int, default=None)
     own.add_argument("--exit-on-stdin-close", action="store_true")
     own.add_argument("--cache-dir", type=Path, default=None)
@@ -137,7 +139,7 @@ def reserved_port(host: str) -> Iterator[int]:
 
 
 if __name__ == "__mp_main__":
-    # A process that SGLang spawns, its scheduler for one, imports all of it once more.
+    # A process that SGLang spawns, its scheduler for one, imports all of it once more. A module `__main__` would not get here.
     without_collection_until_run()
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")

@@ -63,10 +63,11 @@ def gone(pid):
 
 
 def wait_for(condition, seconds=10.0):
+    """Whether `condition` comes to hold. Twice in a row: a list of processes misses those that change parents as it is made."""
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    while not (held := condition() and condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return condition()
+    return held
 
 
 def family():

@@ -103,8 +103,9 @@ def reference(name, rows, gamma, lam, kl_coef):
 
 
 def close(got, expected):
+    # Batches hold fp32: where terms of size 1 cancel, as much as their rounding is left, 6e-8.
     torch.testing.assert_close(
-        torch.tensor(got, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-9
+        torch.tensor(got, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-7
     )
 
 

@@ -65,8 +65,7 @@ def weights_of(model: DecoderModel) -> Iterator[Tensor]:
 
 
 def moments_of(optimizer: ShardedAdamW) -> Iterator[Tensor]:
-    """An optimizer's moments; gradients are given up."""
-    optimizer.zero_grad()
+    """An optimizer's moments."""
     yield from optimizer.moments().values()
 
 

@@ -35,16 +35,32 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 def use_packed_attention(hf: PreTrainedModel) -> None:
     """Make `hf` attend within sequences only; from then on its forward needs `sequence_layout`, a `SequenceLayout`."""
-    # The layout is another in every pack: torch.compile must not see it, or it would compile for each.
-    AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
+    AttentionInterface.register(NAME, packed_attention)
     hf.set_attn_implementation(NAME)
 
 
 def packed_attention(
+    module: nn.Module, query_1HTD: Tensor, key_1GTD: Tensor, value_1GTD: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Causal softmax attention within each sequence of `sequence_layout`; returns [1, T, H, D]. See `attend_packed`."""
+    return _attend_uncompiled(module, *map(_tokens_first, (query_1HTD, key_1GTD, value_1GTD)), *args, **kwargs)
+
+
+def _tokens_first(heads_1HTD: Tensor) -> Tensor:
+    """[1, T, H, D], end to end in memory as projections leave it, and no view.
+
+    torch.compile brings gradients into the order of what it handed out, by a copy where they are in another; those of
+    attention come in the order of its inputs.
+    """
+    tokens_1THD = heads_1HTD.transpose(1, 2).contiguous()
+    return torch.ops.aten._unsafe_view(tokens_1THD, tokens_1THD.shape)
+
+
+def attend_packed(
     module: nn.Module,
-    query_1HTD: Tensor,
-    key_1GTD: Tensor,
-    value_1GTD: Tensor,
+    query_1THD: Tensor,
+    key_1TGD: Tensor,
+    value_1TGD: Tensor,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -52,7 +68,7 @@ def packed_attention(
     sequence_layout: SequenceLayout | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal softmax attention within each sequence of `sequence_layout`; returns [1, T, H, D].
+    """Causal softmax attention of tokens within each sequence of `sequence_layout`; returns [1, T, H, D].
 
     With `sliding_window` w a token sees itself and the w - 1 tokens before it. Sequences of like length go side by side
     through torch's attention; on a GPU one kernel that knows the borders does it where that is faster. Raises
@@ -77,8 +93,8 @@ def packed_attention(
 
     def attend() -> Tensor:
         # Squeezed, not indexed: the gradient of an index is written into zeros.
-        query_HTD, key_GTD, value_GTD = (x.squeeze(0) for x in (query_1HTD, key_1GTD, value_1GTD))
-        attended_THD = _attend(query_HTD, key_GTD, value_GTD, sequence_layout, scaling, sliding_window)
+        query_THD, key_TGD, value_TGD = (x.squeeze(0) for x in (query_1THD, key_1TGD, value_1TGD))
+        attended_THD = _attend(query_THD, key_TGD, value_TGD, sequence_layout, scaling, sliding_window)
         # In one form, and no view: torch.compile would compile what follows for each form, of it and of what is viewed.
         return torch.ops.aten._unsafe_view(attended_THD.contiguous(), (1, *attended_THD.shape))
 
@@ -89,6 +105,10 @@ def packed_attention(
         attended_1THD = attend()
     kept.outputs.append(attended_1THD)
     return attended_1THD, None
+
+
+# The layout is another in every pack: it would be compiled for each.
+_attend_uncompiled: Any = torch.compiler.disable(attend_packed)
 
 
 class _Kept:
@@ -119,16 +139,15 @@ def _keeping(kept: _Kept, *, replays: bool) -> Iterator[None]:
 
 
 def _attend(
-    query_HTD: Tensor,
-    key_GTD: Tensor,
-    value_GTD: Tensor,
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
     layout: SequenceLayout,
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
     """Attention of the pack, [T, H, D]."""
-    query_THD, key_TGD, value_TGD = (x.transpose(0, 1) for x in (query_HTD, key_GTD, value_GTD))
-    if query_HTD.is_cuda and query_HTD.dtype in SIXTEEN_BITS:
+    if query_THD.is_cuda and query_THD.dtype in SIXTEEN_BITS:
         cuts = sliding_window is not None and sliding_window < layout.max_length
         if layout.by_borders or cuts:
             return _varlen(query_THD, key_TGD, value_TGD, layout, scaling, sliding_window)

@@ -27,14 +27,26 @@ def optimizer_step(
     """Go backward through each micro-batch as it comes, and update; returns metrics and what became of the step.
 
     `before_update` is called when every micro-batch has been gone through and no weight has moved; it may raise.
-    Collective: every rank has as many micro-batches.
+    No gradients are left. Collective: every rank has as many micro-batches.
     """
-    optimizer.zero_grad()
+    try:
+        return _step(optimizer, outputs, lr, group, before_update)
+    finally:
+        optimizer.zero_grad()
+
+
+def _step(
+    optimizer: ShardedAdamW,
+    outputs: Iterable[LossOutput],
+    lr: float,
+    group: dist.ProcessGroup | None,
+    before_update: Callable[[], None] | None,
+) -> tuple[dict[str, float], Outcome]:
     totals = StepMetrics()
     for output in outputs:
-        totals.add(output)
         # FSDP averages gradients over ranks; the weights already hold the global denominator, so a sum is wanted.
         (output.loss * dist.get_world_size(group)).backward()
+        totals.add(output)
     found = totals.reduce(group)
     if not found["trainable_tokens"]:
         return found, "empty"

@@ -41,6 +41,7 @@ class WholeCopies:
             nn.Parameter(part[: local.numel()].view(local.shape), requires_grad=weight.requires_grad)
             for part, local, weight in zip(memory.split(sizes), self._locals, self._weights, strict=True)
         ]
+        self._targets = [copy.data for copy in self._copies]
         self._storage, self._bytes = memory.untyped_storage(), memory.nbytes
         self._are_in_place = True
         self._ends_backward = False
@@ -70,8 +71,7 @@ class WholeCopies:
             return
         self._storage.resize_(self._bytes)
         self._are_in_place = True
-        targets = [copy.data for copy in self._copies]
-        torch._foreach_copy_(targets, self._locals)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(self._targets, self._locals)  # pyright: ignore[reportPrivateImportUsage]
         self._put(self._copies)
 
     def _after_forward(self, model: nn.Module, inputs: Any, outputs: Tensor | tuple[Tensor, ...]) -> None:

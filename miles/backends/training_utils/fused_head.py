@@ -75,7 +75,7 @@ class _FusedHead(torch.autograd.Function):
         own_N, slope_N = (zeros_N if grad is None else grad.contiguous() for grad in grads)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
+        grad_weight_VD: Tensor | None = None
         # d log p / dz = onehot - p and d H / dz = -p (log p + H), with z the scaled logits.
         flat_N = -own_N - slope_N * entropy_N
         for rows in _chunks(len(hidden_ND), len(weight_VD)):
@@ -94,19 +94,26 @@ class _FusedHead(torch.autograd.Function):
             del logits_CV
             if grad_hidden_ND is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows])
-            if grad_weight_VD is not None:
-                _add_product(grad_weight_VD, grad_CV, hidden_ND[rows])
+            if wants_weight:
+                grad_weight_VD = _sum_of_products(grad_weight_VD, grad_CV, hidden_ND[rows])
+        if wants_weight and grad_weight_VD is None:
+            grad_weight_VD = torch.zeros_like(weight_VD)
         return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None, None
 
 
-def _add_product(grad_weight_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
-    """Add grad.T @ hidden to an fp32 sum, where possible in one product that reads 16 bits."""
+def _sum_of_products(grad_weight_VD: Tensor | None, grad_CV: Tensor, hidden_CD: Tensor) -> Tensor:
+    """grad.T @ hidden in fp32, the first or added to a sum; where possible in one product that reads 16 bits."""
+    if grad_weight_VD is None:
+        if grad_CV.dtype == torch.float32:
+            return grad_CV.T @ hidden_CD
+        return torch.mm(grad_CV.T, hidden_CD, out_dtype=torch.float32)
     if grad_CV.dtype == grad_weight_VD.dtype:
         grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
     elif _adds_up_wider(grad_CV.dtype, grad_CV.device):
         torch.ops.aten.addmm.dtype_out(grad_weight_VD, grad_CV.T, hidden_CD, torch.float32, out=grad_weight_VD)
     else:
         grad_weight_VD += torch.mm(grad_CV.T, hidden_CD, out_dtype=torch.float32)
+    return grad_weight_VD
 
 
 @cache

@@ -24,15 +24,16 @@ class StepMetrics:
 
     def add(self, output: LossOutput) -> None:
         """Add a micro-batch."""
-        self._num_tokens += output.num_tokens
-        for name, value in {"loss": output.loss.detach(), **output.weighted, **output.counts}.items():
+        found = output.metrics()
+        self._num_tokens += found.num_tokens
+        for name, value in {"loss": output.loss.detach(), **found.weighted, **found.counts}.items():
             self._sums[name] += float(value)
-        for name, value in output.token_sums.items():
+        for name, value in found.token_sums.items():
             self._token_sums[name] += float(value)
-        for name, (value, count) in output.shares.items():
+        for name, (value, count) in found.shares.items():
             self._shares[name] += float(value)
             self._share_counts[name] += float(count)
-        for name, values in output.maxima.items():
+        for name, values in found.maxima.items():
             self._maxima[name] = max(self._maxima[name], float(values.max()) if values.numel() else float("-inf"))
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:

@@ -3,6 +3,7 @@ import functools
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 
 from miles.backends.fsdp_utils import model, roles
 from miles.backends.fsdp_utils.warm_up import PACKS, warm_up
@@ -140,3 +141,19 @@ def test_compiled_layers_compute_the_same_in_one_form_for_all_layers_and_lengths
             assert ours == pytest.approx(theirs, abs=1e-4)
         # What is before attention and what is after it; with gradient and without.
         assert counters["stats"]["unique_graphs"] == 4
+
+
+@pytest.mark.slow
+def test_gradients_go_from_attention_to_compiled_layers_without_a_copy(tmp_path, monkeypatch):
+    folder = make_model_folder(tmp_path / "model")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    config = make_config(folder, train={"max_tokens_per_gpu": 64, "compile_layers": True}, parity={"enabled": False})
+    with open_worker(config, tmp_path) as worker:
+        worker.train(make_batch(make_samples(4)), 0)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            worker.train(make_batch(make_samples(4)), 1)
+    below = [event for event in profiler.events() if event.cpu_parent is not None]
+    names = {event.name for event in below if event.cpu_parent.name == "CompiledFunctionBackward"}
+    assert "aten::mm" in names
+    assert "aten::contiguous" not in names

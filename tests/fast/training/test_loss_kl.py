@@ -78,7 +78,7 @@ def test_the_loss_uses_the_unbiased_form_when_asked():
         "advantages_N": torch.zeros(3, dtype=torch.float64),
     }
     kl = float((P * (P / REF).log()).sum())
-    weighted = PolicyLoss(kl_kind="k3", kl_unbiased=True)(LossInputs(**values)).weighted
+    weighted = PolicyLoss(kl_kind="k3", kl_unbiased=True)(LossInputs(**values)).metrics().weighted
     assert float(weighted["kl_loss"]) == pytest.approx(kl)
-    plain = PolicyLoss(kl_kind="k3")(LossInputs(**values)).weighted
+    plain = PolicyLoss(kl_kind="k3")(LossInputs(**values)).metrics().weighted
     assert abs(float(plain["kl_loss"]) - kl) > 1e-3

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from miles.backends.training_utils.loss_hub.records import LossOutput
+from miles.backends.training_utils.loss_hub.records import LossMetrics, LossOutput
 from miles.backends.training_utils.lr_schedule import learning_rate
 from miles.backends.training_utils.metrics import StepMetrics, mean_over_steps
 from miles.backends.training_utils.packing import FlatBatch
@@ -13,13 +13,13 @@ from miles.rollout.train_data_conversion import to_train_batch
 
 
 def output(loss, tokens, clipped, ratios):
-    return LossOutput(
-        loss=torch.tensor(loss),
+    found = LossMetrics(
         weighted={"pg_loss": torch.tensor(loss)},
         token_sums={"clipfrac": torch.tensor(clipped)},
         maxima={"ratio_max": torch.tensor(ratios)},
         num_tokens=tokens,
     )
+    return LossOutput(torch.tensor(loss), lambda: found)
 
 
 def test_token_means_are_sum_over_count_not_mean_of_means():
@@ -39,17 +39,15 @@ def test_token_means_are_sum_over_count_not_mean_of_means():
 def test_shares_are_divided_by_their_own_count_and_numbers_add_up():
     metrics = StepMetrics()
     for value, count, dropped in ((1.5, 2.0, 1), (0.5, 1.0, 0)):
-        metrics.add(
-            LossOutput(
-                loss=torch.tensor(0.0),
-                shares={
-                    "ess_ratio": (torch.tensor(value), torch.tensor(count)),
-                    "none": (torch.zeros(()), torch.zeros(())),
-                },
-                counts={"dropped_tokens": dropped},
-                num_tokens=4,
-            )
+        found = LossMetrics(
+            shares={
+                "ess_ratio": (torch.tensor(value), torch.tensor(count)),
+                "none": (torch.zeros(()), torch.zeros(())),
+            },
+            counts={"dropped_tokens": dropped},
+            num_tokens=4,
         )
+        metrics.add(LossOutput(torch.tensor(0.0), lambda found=found: found))
     found = metrics.reduce()
     assert found["ess_ratio"] == pytest.approx(2 / 3)
     assert found["dropped_tokens"] == 1

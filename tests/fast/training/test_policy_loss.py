@@ -207,7 +207,7 @@ def test_opsm_leaves_out_drifted_trajectories_of_negative_advantage_only():
     values["advantages_N"] = tensor(-1.0, 1.0, -1.0)[values["trajectory_N"]]
     output, gradient = value_and_gradient(PolicyLoss(opsm_delta=0.1, bounds=Bounds(clip_low=0.9)), values)
     assert (gradient != 0).tolist() == [False] * 4 + [True] * 8
-    assert float(output.token_sums["opsm_clipfrac"]) == 4
+    assert float(output.metrics().token_sums["opsm_clipfrac"]) == 4
 
 
 # Cases B19, B24, B16: whatever a masked token holds, loss, gradient and metrics have the same bits.
@@ -252,9 +252,9 @@ def test_a_token_of_current_log_prob_minus_infinity_is_dropped_and_counted(name)
     output, gradient = value_and_gradient(PolicyLoss(objective=name, kl_coef=1.0), values)
     assert torch.isfinite(gradient).all()
     assert float(gradient[0]) == 0
-    assert output.counts["dropped_tokens"] == 1
-    assert output.num_tokens == 1
-    assert float(output.weighted["kl_loss"]) == pytest.approx(0.5 * 0.5)
+    assert output.metrics().counts["dropped_tokens"] == 1
+    assert output.metrics().num_tokens == 1
+    assert float(output.metrics().weighted["kl_loss"]) == pytest.approx(0.5 * 0.5)
     metrics = StepMetrics()
     metrics.add(output)
     assert metrics.reduce()["ois"] == pytest.approx(1.0)
@@ -294,18 +294,18 @@ def test_kl_is_taken_over_trainable_tokens_only():
         "ref_logprobs_N": torch.zeros(4, dtype=F64),
     }
     output = PolicyLoss(kl_kind="k1")(LossInputs(**values))
-    assert float(output.weighted["kl_loss"]) == pytest.approx(0.2)
+    assert float(output.metrics().weighted["kl_loss"]) == pytest.approx(0.2)
 
 
 def test_entropy_and_kl_enter_with_their_coefficients():
     values = random_inputs()
     output = PolicyLoss(entropy_coef=0.01, kl_coef=0.1, kl_kind="k2")(LossInputs(**values))
-    parts = output.weighted
+    parts = output.metrics().weighted
     expected = parts["pg_loss"] - 0.01 * parts["entropy_loss"] + 0.1 * parts["kl_loss"]
     assert float(output.loss.detach()) == pytest.approx(float(expected), abs=1e-12)
     output.loss.backward()
     torch.testing.assert_close(values["entropy_N"].grad, -0.01 * values["weights_N"])
-    assert "entropy_loss" not in PolicyLoss()(LossInputs(**{**values, "entropy_N": None})).weighted
+    assert "entropy_loss" not in PolicyLoss()(LossInputs(**{**values, "entropy_N": None})).metrics().weighted
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -325,7 +325,7 @@ def test_a_micro_batch_without_trainable_token_adds_nothing(name, n):
     output = PolicyLoss(objective=name, opsm_delta=0.1, entropy_coef=0.1, kl_coef=0.1)(LossInputs(**values))
     output.loss.backward()
     assert float(output.loss.detach()) == 0
-    assert output.num_tokens == 0
+    assert output.metrics().num_tokens == 0
     metrics = StepMetrics()
     metrics.add(output)
     assert metrics.reduce()["trainable_tokens"] == 0
@@ -349,7 +349,7 @@ def test_sft_loss_is_the_weighted_negative_log_prob():
     keep = values["weights_N"] != 0
     expected = -(values["weights_N"] * values["logprobs_N"])[keep].sum()
     assert float(output.loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-12)
-    assert output.num_tokens == 11
+    assert output.metrics().num_tokens == 11
 
 
 def test_settings_reach_the_loss():

@@ -46,8 +46,8 @@ def test_loss_gradient_and_clipped_share_are_the_definitions(seed, clip):
     loss, gradient, clipped = reference(values, old, returns, weights, clip)
     assert output.loss.item() == pytest.approx(loss, rel=1e-12)
     np.testing.assert_allclose(found.values_N.grad, gradient, rtol=1e-12, atol=1e-15)
-    assert float(output.token_sums["value_clipfrac"]) / output.num_tokens == pytest.approx(clipped)
-    assert output.weighted["value_loss"].item() == output.loss.item()
+    assert float(output.metrics().token_sums["value_clipfrac"]) / output.metrics().num_tokens == pytest.approx(clipped)
+    assert output.metrics().weighted["value_loss"].item() == output.loss.item()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_golden_numbers(value, old, returned, loss, slope, clipped):
     output.loss.backward()
     assert output.loss.item() == pytest.approx(loss)
     assert found.values_N.grad.tolist() == pytest.approx([slope])
-    assert int(output.token_sums["value_clipfrac"]) == clipped
+    assert int(output.metrics().token_sums["value_clipfrac"]) == clipped
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), 1e30])
@@ -79,7 +79,7 @@ def test_masked_tokens_change_nothing_whatever_they_hold(odd):
         each.values_N.requires_grad_(True)
         output = ValueLoss(0.2)(each)
         output.loss.backward()
-        results.append((output.loss.item(), each.values_N.grad.tolist(), output.num_tokens))
+        results.append((output.loss.item(), each.values_N.grad.tolist(), output.metrics().num_tokens))
     assert results[0] == results[1]
     assert results[0][2] == 1
 

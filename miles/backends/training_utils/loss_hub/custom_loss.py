@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles.backends.training_utils.loss_hub.records import LossInputs, LossOutput
+from miles.backends.training_utils.loss_hub.records import LossInputs, LossMetrics, LossOutput
 from miles.errors import HookError, MilesError
 
 FLAG = "--custom-loss-function-path"
@@ -50,7 +50,7 @@ class CustomLoss:
         kept_N = inputs.weights_N != 0
         num_tokens = int(kept_N.sum())
         if not num_tokens:
-            return LossOutput(loss=inputs.logits_NV.sum() * 0, num_tokens=0)
+            return LossOutput(inputs.logits_NV.sum() * 0, lambda: LossMetrics(num_tokens=0))
         columns = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
         batch = {name: columns[column][kept_N] for column, name in NAMES.items() if columns[column] is not None}
 
@@ -69,7 +69,8 @@ class CustomLoss:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             shape = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise HookError(FLAG, f"returned a loss that is no scalar with gradient: {shape}", WANTED)
-        return LossOutput(loss=loss.reshape(()), weighted=_numbers(metrics), num_tokens=num_tokens)
+        found = LossMetrics(weighted=_numbers(metrics), num_tokens=num_tokens)
+        return LossOutput(loss.reshape(()), lambda: found)
 
 
 def _numbers(metrics: dict[Any, Any]) -> dict[str, Tensor]:

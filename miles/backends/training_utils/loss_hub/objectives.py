@@ -37,7 +37,8 @@ class PolicyTokens:
     log_ratio_N: Tensor
     """logprobs - old_logprobs, bounded at +-20; carries the gradient."""
     advantages_N: Tensor
-    sequences: Sequences
+    sequences: Callable[[], Sequences]
+    """Means over trajectories; most objectives do not ask for them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +80,8 @@ def gspo(tokens: PolicyTokens, bounds: Bounds) -> Terms:
     and the gradient s x grad logprobs (the paper's GSPO-token form): summed over the trajectory this is the gradient of
     s itself, and it needs only the trajectory's own tokens, wherever they are.
     """
-    log_s_N = tokens.sequences.mean_N(tokens.sequences.log_ratio_A)
+    sequences = tokens.sequences()
+    log_s_N = sequences.mean_N(sequences.log_ratio_A)
     ratio_N = (log_s_N + tokens.logprobs_N - tokens.logprobs_N.detach()).exp()
     return clipped_terms(ratio_N, tokens.advantages_N, bounds)
 
@@ -91,7 +93,7 @@ def gmpo(tokens: PolicyTokens, bounds: Bounds) -> Terms:
     are exp(clip_high) and exp(-clip_low). The mean runs over the trajectory; bounded tokens have no gradient. As for
     `gspo`, a token has the trajectory's value and its own part of the gradient.
     """
-    sequences = tokens.sequences
+    sequences = tokens.sequences()
     bounded_A = _gmpo_bound(sequences.log_ratio_A, sequences.advantages_A, bounds)
     bounded_N = _gmpo_bound(tokens.log_ratio_N, tokens.advantages_N, bounds)
     ratio_N = (sequences.mean_N(bounded_A) + bounded_N - bounded_N.detach()).exp()
@@ -157,7 +159,8 @@ def off_policy_sequences(tokens: PolicyTokens, delta: float) -> Tensor:
 
     Their policy-gradient terms are left out (DeepSeek-AI 2025, DeepSeek-V3.2, off-policy sequence masking).
     """
-    drift_N = -tokens.sequences.mean_N(tokens.sequences.log_ratio_A)
+    sequences = tokens.sequences()
+    drift_N = -sequences.mean_N(sequences.log_ratio_A)
     return ((tokens.advantages_N < 0) & (drift_N > delta)).to(tokens.logprobs_N.dtype)
 
 

@@ -19,7 +19,7 @@ from miles.backends.training_utils.loss_hub.objectives import (
     off_policy_sequences,
 )
 from miles.backends.training_utils.loss_hub.pg_reducer import PgReducer
-from miles.backends.training_utils.loss_hub.records import LossInputs, LossOutput, OtherTokens
+from miles.backends.training_utils.loss_hub.records import LossInputs, LossMetrics, LossOutput, OtherTokens
 from miles.backends.training_utils.loss_hub.sequences import LOG_RATIO_BOUND, effective_sizes, sequences
 
 CorrectTerms = Callable[[Tensor, LossInputs], tuple[Tensor, dict[str, Tensor]]]
@@ -74,17 +74,13 @@ class PolicyLoss:
             old_logprobs_N=old_N,
             log_ratio_N=log_ratio_N,
             advantages_N=advantages_N,
-            sequences=sequences(
+            sequences=lambda: sequences(
                 log_ratio_N, advantages_N, read(weights_N), inputs.trajectory_N, _others(inputs.other)
             ),
         )
         terms = OBJECTIVES[self.objective](tokens, self.bounds)
         loss_N = terms.loss_N
-        token_values = {
-            "pg_clipfrac": terms.clipped_N,
-            "ppo_kl": -log_ratio_N.detach(),
-            "ois": log_ratio_N.detach().exp(),
-        }
+        token_values: dict[str, Tensor] = {}
         if self.opsm_delta is not None:
             out_N = off_policy_sequences(tokens, self.opsm_delta)
             loss_N = torch.where(out_N != 0, 0.0, loss_N)
@@ -107,15 +103,20 @@ class PolicyLoss:
             weighted["kl_loss"] = kl.detach()
             if self.kl_coef:
                 loss = loss + self.kl_coef * kl
-        return LossOutput(
-            loss=loss,
-            weighted=weighted,
-            token_sums={name: read(values_N).sum().detach() for name, values_N in token_values.items()},
-            shares={"ess_ratio": effective_sizes(token_values["ois"], kept_N, inputs.sample_N)},
-            maxima={"ratio_max": terms.ratio_N[kept_N]},
-            counts={"dropped_tokens": int((trainable_N & ~kept_N).sum())},
-            num_tokens=int(kept_N.sum()),
-        )
+
+        def metrics() -> LossMetrics:
+            ratio_N = log_ratio_N.detach().exp()
+            values = {"pg_clipfrac": terms.clipped_N, "ppo_kl": -log_ratio_N.detach(), "ois": ratio_N} | token_values
+            return LossMetrics(
+                weighted=weighted,
+                token_sums={name: read(values_N).sum().detach() for name, values_N in values.items()},
+                shares={"ess_ratio": effective_sizes(ratio_N, kept_N, inputs.sample_N)},
+                maxima={"ratio_max": terms.ratio_N[kept_N]},
+                counts={"dropped_tokens": int((trainable_N & ~kept_N).sum())},
+                num_tokens=int(kept_N.sum()),
+            )
+
+        return LossOutput(loss, metrics)
 
     def _kl(self, logprobs_N: Tensor, ref_logprobs_N: Tensor, old_logprobs_N: Tensor) -> Tensor:
         if self.kl_unbiased:

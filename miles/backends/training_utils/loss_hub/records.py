@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -79,11 +80,9 @@ class LossInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LossOutput:
-    """A micro-batch's addend to the step's loss, with its addends to the metrics."""
+class LossMetrics:
+    """A micro-batch's addends to the metrics of an optimizer step."""
 
-    loss: Tensor
-    """Scalar; added over micro-batches and ranks it is the loss of the optimizer step."""
     weighted: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Terms aggregated like the loss: scalars that add up to the step's value."""
     token_sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -96,3 +95,13 @@ class LossOutput:
     """Numbers that add up over the step."""
     num_tokens: int
     """Trainable tokens of the micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossOutput:
+    """A micro-batch's addend to the step's loss."""
+
+    loss: Tensor
+    """Scalar; added over micro-batches and ranks it is the loss of the optimizer step."""
+    metrics: Callable[[], LossMetrics]
+    """Its addends to the metrics. They may be had once the backward pass is under way: a GPU does not wait for them."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from miles.backends.training_utils.loss_hub.records import LossInputs, LossOutput
+from miles.backends.training_utils.loss_hub.records import LossInputs, LossMetrics, LossOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,11 @@ class SftLoss:
         """The loss of a micro-batch."""
         weights_N, trainable_N = inputs.weights_N, inputs.weights_N != 0
         loss = -(weights_N * torch.where(trainable_N, inputs.logprobs_N, 0)).sum()
-        weighted = {}
-        if inputs.entropy_N is not None:
-            weighted["entropy_loss"] = (weights_N * torch.where(trainable_N, inputs.entropy_N, 0)).sum().detach()
-        return LossOutput(loss=loss, weighted=weighted, num_tokens=int(trainable_N.sum()))
+
+        def metrics() -> LossMetrics:
+            weighted = {}
+            if inputs.entropy_N is not None:
+                weighted["entropy_loss"] = (weights_N * torch.where(trainable_N, inputs.entropy_N, 0)).sum().detach()
+            return LossMetrics(weighted=weighted, num_tokens=int(trainable_N.sum()))
+
+        return LossOutput(loss, metrics)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles.backends.training_utils.loss_hub.records import LossOutput
+from miles.backends.training_utils.loss_hub.records import LossMetrics, LossOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,12 +46,15 @@ class ValueLoss:
         clipped_N = torch.minimum(torch.maximum(values_N, old_N - self.clip), old_N + self.clip)
         plain_N, bounded_N = (values_N - returns_N).square(), (clipped_N - returns_N).square()
         loss = (weights_N * torch.maximum(plain_N, bounded_N)).sum()
-        return LossOutput(
-            loss=loss,
-            weighted={"value_loss": loss.detach()},
-            token_sums={"value_clipfrac": (bounded_N > plain_N).sum()},
-            num_tokens=int(trainable_N.sum()),
-        )
+
+        def metrics() -> LossMetrics:
+            return LossMetrics(
+                weighted={"value_loss": loss.detach()},
+                token_sums={"value_clipfrac": (bounded_N > plain_N).sum()},
+                num_tokens=int(trainable_N.sum()),
+            )
+
+        return LossOutput(loss, metrics)
 
 
 def explained_variance(values_R: Tensor, returns_R: Tensor, trainable_R: Tensor) -> float | None:

@@ -6,7 +6,7 @@ from miles.backends.fsdp_utils.packed_attention import packed_attention
 from miles.backends.training_utils.sequence_layout import SequenceLayout
 from tests.ci.register import register_cuda_ci
 
-register_cuda_ci(est_time=90, suite="stage-b-1-gpu-h200")
+register_cuda_ci(est_time=25, suite="stage-b-1-gpu-h200")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,7 +11,7 @@ from miles.backends.training_utils.log_probs import (
 )
 from tests.ci.register import register_cuda_ci
 
-register_cuda_ci(est_time=90, suite="stage-b-1-gpu-h200")
+register_cuda_ci(est_time=12, suite="stage-b-1-gpu-h200")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -9,7 +9,7 @@ from miles.backends.fsdp_utils import roles
 from tests.ci.register import register_cuda_ci
 from tests.fast.fsdp.support import largest_difference, make_batch, make_config, open_worker, weights_of
 
-register_cuda_ci(est_time=180, suite="stage-b-1-gpu-h200")
+register_cuda_ci(est_time=100, suite="stage-b-1-gpu-h200")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from miles.config.resources import BF16_PARITY
 from miles.errors import ParityError
 
 logger = logging.getLogger(__name__)
@@ -20,8 +21,6 @@ Floats = NDArray[np.float64]
 Score = Callable[[list[list[int]], float], list[list[float]]]
 """The trainer's log-probabilities of tokens 1..T-1 of each sequence, at a temperature."""
 
-BF16_MEAN, BF16_P99 = 0.03, 0.3
-"""Differences up to these are what bf16 rounding makes in a dense model."""
 TEMPERATURES = (1.0, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0, 3.0)
 
 
@@ -153,13 +152,14 @@ def explain(
             "publish before generating, and do not compare tokens of older versions",
         )
 
-    if found.mean <= BF16_MEAN and found.p99 <= BF16_P99:
+    mean, p99 = BF16_PARITY
+    if found.mean <= mean and found.p99 <= p99:
         return ParityCause(
             "dtype",
             f"the difference is no larger than bf16 rounding makes (mean {found.mean:.2g}, p99 {found.p99:.2g}), and no "
             "other temperature or alignment removes it",
-            "run engine and trainer in the same dtype, or raise parity.max_mean_diff and parity.max_p99_diff to 0.03 and "
-            "0.3; if the dtypes are the same, the engine's weights are a small update behind",
+            f"run engine and trainer in the same dtype, or raise parity.max_mean_diff and parity.max_p99_diff to {mean} and "
+            f"{p99}; if the dtypes are the same, the engine's weights are a small update behind",
         )
     return ParityCause(
         "weights",

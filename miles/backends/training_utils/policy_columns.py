@@ -136,7 +136,7 @@ class PolicyPreparation:
             rewards_B=torch.tensor(np.asarray(batch["reward"].values), dtype=torch.float32),
             trajectory_B=numbers(batch, "trajectory"),
             group_B=numbers(batch, "group_index"),
-            sample_index_B=torch.from_numpy(packed.sample_index_B),
+            sample_index_B=torch.tensor(packed.sample_index_B),
             sample_of_R=torch.from_numpy(packed.sample_of_R),
             mask_R=torch.from_numpy(packed.mask_R),
             kl_R=kl_R,

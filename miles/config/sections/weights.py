@@ -51,7 +51,7 @@ class ParityConfig(ConfigModel):
     enabled: bool = True
     """Stop the run when trainer and engine assign different log-probabilities to the same tokens."""
     max_mean_diff: PositiveFloat | None = None
-    """Largest mean absolute difference of log-probabilities; unset takes 1e-3 when trainer and engines compute in fp32, else 0.03, or 0.15 for a mixture of experts, where beyond it the run warns and goes on."""
+    """Largest mean absolute difference of log-probabilities; unset takes 1e-3 when trainer and engines compute in fp32, else 0.06, or 0.15 for a mixture of experts, where beyond it the run warns and goes on."""
     max_p99_diff: PositiveFloat | None = None
     """Largest 99th percentile of the absolute difference; unset takes 1e-2 in fp32, else 0.3, or 1.5 for a mixture of experts."""
     num_probes: PositiveInt = 4

@@ -25,7 +25,12 @@ WIDTHS = {
     "4b": (2560, 9728, 36, 32),
     "8b": (4096, 12288, 36, 32),
     "32b": (5120, 25600, 64, 64),
+    "moe": (2048, 6144, 8, 32),
 }
+EXPERTS = {
+    "model_type": "qwen3_moe", "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8,
+}  # fmt: skip
 
 
 def shape(name):
@@ -33,7 +38,8 @@ def shape(name):
     return {
         "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-        "tie_word_embeddings": name in ("0.6b", "1.7b", "4b"), "max_position_embeddings": 40960, "dtype": "bfloat16",
+        "tie_word_embeddings": name in ("0.6b", "1.7b", "4b", "moe"), "max_position_embeddings": 40960, "dtype": "bfloat16",
+        **(EXPERTS if name == "moe" else {}),
     }  # fmt: skip
 
 
@@ -43,7 +49,7 @@ def sized(name):
 
 def test_the_peak_of_a_step_is_what_was_measured_on_an_h200():
     rows = json.loads((RESULTS / "train_step_h200.json").read_text())["rows"]
-    assert {row["model"] for row in rows} == {"0.6b", "1.7b", "4b"}
+    assert {row["model"] for row in rows} == {"0.6b", "1.7b", "4b", "moe"}
     for row in rows:
         needs = TrainerNeeds(policy=sized(row["model"]), tokens=row["tokens"], several=False)
         predicted = sum(training_peak(needs, H200).values()) / GIB

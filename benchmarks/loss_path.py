@@ -178,7 +178,7 @@ def measure_path(sizes: dict[str, int], device: str, times: int) -> dict[str, fl
     number_N = torch.arange(tokens, device=device) // (SEQUENCE - 1)
     advantages_N = torch.randn(count, device=device)[number_N]
 
-    def loss_of(logprobs_N: Tensor, entropy_N: Tensor) -> Tensor:
+    def loss_both_ways(logprobs_N: Tensor, entropy_N: Tensor) -> None:
         inputs = LossInputs(
             logprobs_N=logprobs_N,
             entropy_N=entropy_N,
@@ -188,7 +188,9 @@ def measure_path(sizes: dict[str, int], device: str, times: int) -> dict[str, fl
             old_logprobs_N=old_N,
             advantages_N=advantages_N,
         )
-        return loss(inputs).loss
+        output = loss(inputs)
+        output.loss.backward()
+        output.metrics()
 
     @torch.no_grad()
     def forward() -> None:
@@ -200,15 +202,15 @@ def measure_path(sizes: dict[str, int], device: str, times: int) -> dict[str, fl
 
     def loss_both() -> None:
         logprobs_N, entropy_N = (t.detach().requires_grad_() for t in known)
-        loss_of(logprobs_N, entropy_N).backward()
+        loss_both_ways(logprobs_N, entropy_N)
 
     def path() -> None:
         hidden_ND.grad = weight_VD.grad = None
-        loss_of(*scores()).backward()
+        loss_both_ways(*scores())
 
     def step() -> None:
         model.zero_grad()
-        loss_of(*model(part, 0.7, entropy=True)).backward()
+        loss_both_ways(*model(part, 0.7, entropy=True))
 
     with torch.no_grad():
         known = scores()

@@ -225,9 +225,9 @@ def _of_trainer(needs: Needs, trainer: TrainerNeeds, phase: Phase, total: int) -
     elif phase == "rollout" and needs.offloads_train:
         parts = own
     elif phase == "rollout":
-        parts = held(trainer, gradients=True) | own
+        parts = held(trainer, gradients=False) | own
     elif phase == "publish":
-        parts = held(trainer, gradients=True) | {"buckets": _sent(needs, trainer)} | own
+        parts = held(trainer, gradients=False) | {"buckets": _sent(needs, trainer)} | own
     else:
         # A trainer that compiles has gradients once already, for a moment.
         after = held(trainer, gradients=trainer.compiled) | {"buckets": _sent(needs, trainer)}

@@ -245,8 +245,8 @@ def engine_dtype(cfg: RunConfig) -> str:
 
 
 FP32_PARITY, BF16_PARITY, EXPERTS_PARITY = (1e-3, 1e-2), (0.06, 0.3), (0.15, 1.5)
-"""Mean and 99th percentile of |trainer - engine|, in nats, that rounding explains. Of bf16 a mean of 0.028 and a 99th percentile
-of 0.094 were the largest that a dense model showed on an H200 (docs/user-guide/parity.md)."""
+"""Mean and 99th percentile of |trainer - engine|, in nats, that rounding explains. In bf16 a mean of 0.028 and a 99th percentile
+of 0.094 were the largest of Qwen3 on an H200; a model that is more sensitive sets its own (docs/user-guide/parity.md)."""
 
 
 def parity_bounds(cfg: RunConfig) -> tuple[float, float]:

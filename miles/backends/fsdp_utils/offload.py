@@ -13,7 +13,7 @@ from miles.backends.fsdp_utils.model import DecoderModel, release_gathered
 from miles.backends.fsdp_utils.optimizer import ShardedAdamW
 
 Part = Literal["weights", "optimizer"]
-"""What can leave the GPU by itself: weights of policy, reference and critic; moments and gradients."""
+"""What can leave the GPU by itself: weights of policy, reference and critic; moments."""
 
 
 class Waiting:

@@ -42,8 +42,9 @@ def use_packed_attention(hf: PreTrainedModel) -> None:
 def packed_attention(
     module: nn.Module, query_1HTD: Tensor, key_1GTD: Tensor, value_1GTD: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Causal softmax attention within each sequence of `sequence_layout`; returns [1, T, H, D]. See `attend_packed`."""
-    return _attend_uncompiled(module, *map(_tokens_first, (query_1HTD, key_1GTD, value_1GTD)), *args, **kwargs)
+    """Causal softmax attention within each sequence of `sequence_layout`; returns [1, T, H, D]. See `_attend_packed`."""
+    found = _attend_packed(module, *map(_tokens_first, (query_1HTD, key_1GTD, value_1GTD)), *args, **kwargs)
+    return cast("tuple[Tensor, None]", found)
 
 
 def _tokens_first(heads_1HTD: Tensor) -> Tensor:
@@ -56,7 +57,8 @@ def _tokens_first(heads_1HTD: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(tokens_1THD, tokens_1THD.shape)
 
 
-def attend_packed(
+@torch.compiler.disable  # The layout is another in every pack: it would be compiled for each.
+def _attend_packed(
     module: nn.Module,
     query_1THD: Tensor,
     key_1TGD: Tensor,
@@ -105,10 +107,6 @@ def attend_packed(
         attended_1THD = attend()
     kept.outputs.append(attended_1THD)
     return attended_1THD, None
-
-
-# The layout is another in every pack: it would be compiled for each.
-_attend_uncompiled: Any = torch.compiler.disable(attend_packed)
 
 
 class _Kept:

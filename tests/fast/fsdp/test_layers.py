@@ -156,4 +156,4 @@ def test_gradients_go_from_attention_to_compiled_layers_without_a_copy(tmp_path,
     below = [event for event in profiler.events() if event.cpu_parent is not None]
     names = {event.name for event in below if event.cpu_parent.name == "CompiledFunctionBackward"}
     assert "aten::mm" in names
-    assert "aten::contiguous" not in names
+    assert not names & {"aten::contiguous", "aten::copy_"}

@@ -54,6 +54,7 @@ def test_parity_is_checked_with_the_steps_own_log_probs_before_the_weights_move(
         with pytest.raises(ParityError, match="rollout step 1"):
             worker.train(make_batch(with_log_probs(make_samples(), wrong)), 1)
         assert largest_difference(before, weights_of(worker)) == 0
+        assert all(parameter.grad is None for parameter in worker._roles.policy.parameters())
 
 
 def test_nan_from_the_policy_names_the_sample(model_folder, tmp_path, monkeypatch):

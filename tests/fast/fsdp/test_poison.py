@@ -40,6 +40,7 @@ def assert_untouched(before, worker):
     after = everything(worker)
     assert largest_difference(before[0], after[0]) == 0
     assert before[1] == after[1]
+    assert all(parameter.grad is None for parameter in worker._roles.policy.parameters())
 
 
 def configured(folder, algorithm=None, correction=None, train=None, **sections):

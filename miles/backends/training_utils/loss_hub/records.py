@@ -104,4 +104,4 @@ class LossOutput:
     loss: Tensor
     """Scalar; added over micro-batches and ranks it is the loss of the optimizer step."""
     metrics: Callable[[], LossMetrics]
-    """Its addends to the metrics. They may be had once the backward pass is under way: a GPU does not wait for them."""
+    """Its addends to the metrics. Call it after `loss.backward()`: the CPU computes them while a GPU is at the backward pass."""

@@ -38,6 +38,7 @@ def rloo(inputs: AdvantageInputs) -> AdvantageOutput:
 def leave_one_out(values_S: Tensor, group_S: Tensor) -> Tensor:
     """Each value minus the mean of the other values of its group; 0 in a group of one. Shape [S]."""
     _, number_S, count_G = torch.unique(group_S, return_inverse=True, return_counts=True)
+    count_G = count_G.to(values_S.dtype)  # whole numbers would be divided in fp32
     mean_G = values_S.new_zeros(len(count_G)).index_add_(0, number_S, values_S) / count_G
     scale_G = torch.where(count_G > 1, count_G / (count_G - 1).clamp(min=1), 0.0)
     return (values_S - mean_G[number_S]) * scale_G[number_S]

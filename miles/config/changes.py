@@ -21,6 +21,7 @@ WITHOUT_EFFECT = {
     "reward.num_workers",
     "critic.save",
     "train.compile_layers",
+    "train.cpu_offload",
     "train.recompute",
     "train.max_tokens_per_gpu",
     "train.balance_data",

@@ -64,6 +64,9 @@ def there_are_gpus_enough(cfg: RunConfig) -> Iterator[Issue]:
     if resolved_device(cfg) != "cuda":
         if cfg.cluster.colocate:
             yield Issue("cluster.colocate", "shares GPUs, and this run is on CPU", "leave out --colocate")
+        if cfg.train.cpu_offload:
+            problem = "keeps what a GPU would hold in the CPU's memory, and this run is on CPU"
+            yield Issue("train.cpu_offload", problem, "leave out --fsdp-cpu-offload")
         return
     there, plan, size = len(machine_gpus()), gpu_plan(cfg), cfg.engine.gpus_per_engine
     if not there:

@@ -20,4 +20,5 @@ def compiles_layers(cfg: RunConfig) -> bool:
 
 def keeps_gathered(cfg: RunConfig) -> bool:
     """Whether a rank keeps gathered weights from the forward to the backward pass: alone on a GPU, unless memory matters more."""
-    return resolved_device(cfg) == "cuda" and num_train_ranks(cfg) == 1 and recompute_of(cfg) != "full"
+    saves_memory = recompute_of(cfg) == "full" or cfg.train.cpu_offload
+    return resolved_device(cfg) == "cuda" and num_train_ranks(cfg) == 1 and not saves_memory

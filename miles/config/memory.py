@@ -51,6 +51,8 @@ class TrainerNeeds:
     """Whether an optimizer step has more than one micro-batch, so that gradients exist when the next one is computed."""
     whole_logits: bool = False
     """Whether the loss is given logits of all tokens."""
+    cpu_offload: bool = False
+    """Whether weights, gradients and moments are in the CPU's memory."""
 
     @property
     def itemsize(self) -> int:
@@ -60,7 +62,7 @@ class TrainerNeeds:
     @property
     def keeps_gathered(self) -> bool:
         """Whether whole weights stay from the forward to the backward pass."""
-        return self.ranks == 1 and self.recompute != "full"
+        return self.ranks == 1 and self.recompute != "full" and not self.cpu_offload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +178,9 @@ def predict(needs: Needs, total: int) -> list[Prediction]:
 
 
 def held(trainer: TrainerNeeds, *, gradients: bool) -> Parts:
-    """What a rank holds between passes: its shard of weights, moments and, if asked for, gradients, all in fp32."""
+    """What a rank holds on its device between passes: its shard of weights, moments and, if asked for, gradients, in fp32."""
+    if trainer.cpu_offload:
+        return {}
     policy, critic, ranks = trainer.policy.parameters, trainer.critic, trainer.ranks
     trained = policy + (critic.parameters if critic else 0)
     parts = {"weights": FP32 * policy // ranks, "optimizer": 2 * FP32 * trained // ranks}
@@ -240,9 +244,8 @@ def _of_trainer(needs: Needs, trainer: TrainerNeeds, phase: Phase, total: int) -
 def _loading(trainer: TrainerNeeds) -> Parts:
     """Each rank has a model whole in fp32 before it shards it: the policy first, the reference and the critic after it."""
     sharded = held(trainer, gradients=False)
-    moments = [
-        {"whole model": FP32 * trainer.policy.parameters, "weights": sharded["weights"] if trainer.ranks > 1 else 0}
-    ]
+    beside = {"weights": sharded["weights"]} if sharded and trainer.ranks > 1 else {}
+    moments = [{"whole model": FP32 * trainer.policy.parameters} | beside]
     others = (model for model in (trainer.reference, trainer.critic) if model)
     moments += [sharded | {"whole model": FP32 * model.parameters} for model in others]
     return max(moments, key=lambda parts: sum(parts.values()))
@@ -295,11 +298,13 @@ def _head(trainer: TrainerNeeds, total: int) -> tuple[int, int]:
 
 
 def _sent(needs: Needs, trainer: TrainerNeeds) -> int:
-    """A bucket as its tensors and end to end; and the largest tensor whole in fp32, where it comes from several ranks."""
+    """A bucket as its tensors and end to end; and the largest tensor in fp32, where it comes from several ranks or the CPU."""
     if needs.engine is None:
         return 0
     largest, size = max(trainer.policy.tensors, default=0), needs.engine.itemsize
-    return 2 * max(needs.bucket_bytes, largest * size) + (largest * FP32 if trainer.ranks > 1 else 0)
+    return 2 * max(needs.bucket_bytes, largest * size) + (
+        largest * FP32 if trainer.ranks > 1 or trainer.cpu_offload else 0
+    )
 
 
 # ---- engines
@@ -317,10 +322,11 @@ def _of_engine(needs: Needs, engine: EngineNeeds, phase: Phase, total: int) -> P
 
 
 def pinned_copies(trainer: TrainerNeeds) -> int:
-    """Host memory, over all ranks, of what leaves the GPUs while engines generate.
+    """Host memory, over all ranks, of what leaves the GPUs while engines generate, or with `cpu_offload` is always there.
 
     A pinned block is as large as the next power of two of bytes: that is how torch rounds them.
     """
-    models = [(trainer.policy, 3), (trainer.reference, 1), (trainer.critic, 3)]
+    trained = 4 if trainer.cpu_offload else 3  # weights and two moments; gradients only where they stay
+    models = [(trainer.policy, trained), (trainer.reference, 1), (trainer.critic, trained)]
     shards = [(-(-n // trainer.ranks), copies) for model, copies in models if model for n in model.tensors]
     return trainer.ranks * sum(copies * (1 << max(0, FP32 * n - 1).bit_length()) for n, copies in shards)

@@ -62,6 +62,7 @@ def _trainer(cfg: RunConfig, model: ModelSize) -> TrainerNeeds:
         longest=_surely(cfg),
         several=most is None or most > tokens,
         whole_logits=cfg.algorithm.loss_type == "custom_loss",
+        cpu_offload=cfg.train.cpu_offload,
     )
 
 

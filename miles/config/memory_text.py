@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -24,6 +24,8 @@ LEAST_FRACTION = 0.05
 ALL_THE_SAME = "--check-memory false, to start all the same"
 Change = tuple[str, Needs]
 """A named change of settings, and what the run needs with it."""
+Kind = Callable[[Needs, Room, int], Iterator[Change]]
+"""Changes of one kind, the least first."""
 
 
 def memory_suffices(cfg: RunConfig) -> Iterator[Issue]:
@@ -95,22 +97,29 @@ def _request_without_room(needs: Needs, room: Room) -> str:
 
 
 def _ways_out(needs: Needs, room: Room, gpus: int) -> str:
-    """Changes by which everything fits: single ones, or else pairs of them."""
+    """Changes by which everything fits: single ones, or else pairs of them; weights in the CPU's memory last, which cost most."""
 
     def fits(changed: Needs) -> bool:
         return _lacking(changed, room) is None and not _request_without_room(changed, room)
 
-    kinds = [_recompute, _fewer_tokens, _smaller_engine, _bf16, _more_ranks, _offload, _more_tp, _smaller_context]
-    found = [way for kind in kinds if (way := _first(kind(needs, room, gpus), fits))]
-    if not found:
-        for one, other in combinations(kinds, 2):
-            pairs = (
+    def singly(*kinds: Kind) -> list[str]:
+        return [way for kind in kinds if (way := _first(kind(needs, room, gpus), fits))]
+
+    def paired(pairs: Iterable[tuple[Kind, Kind]]) -> list[str]:
+        found: list[str] = []
+        for one, other in pairs:
+            changes = (
                 (f"{first} with {second}", both)
                 for first, changed in one(needs, room, gpus)
                 for second, both in other(changed, room, gpus)
             )
-            if way := _first(pairs, fits):
+            if way := _first(changes, fits):
                 found.append(way)
+        return found
+
+    kinds = (_recompute, _fewer_tokens, _smaller_engine, _bf16, _more_ranks, _offload, _more_tp, _smaller_context)
+    found = singly(*kinds) or paired(combinations(kinds, 2))
+    found = found or singly(_cpu_offload) or paired((_cpu_offload, kind) for kind in kinds)
     if found:
         return "; or ".join(found[:MOST_WAYS])
     return (
@@ -150,6 +159,13 @@ def _fewer_tokens(needs: Needs, room: Room, gpus: int) -> Iterator[Change]:
 def _bf16(needs: Needs, room: Room, gpus: int) -> Iterator[Change]:
     if needs.trainer and not needs.trainer.bf16:
         yield "--bf16", _with(needs, replace(needs.trainer, bf16=True))
+
+
+def _cpu_offload(needs: Needs, room: Room, gpus: int) -> Iterator[Change]:
+    if needs.trainer and not needs.trainer.cpu_offload:
+        changed, there = replace(needs.trainer, cpu_offload=True), host_memory()
+        if there is None or pinned_copies(changed) <= there:
+            yield "--fsdp-cpu-offload", _with(needs, changed)
 
 
 def _offload(needs: Needs, room: Room, gpus: int) -> Iterator[Change]:
@@ -203,13 +219,19 @@ def _fits_the_host(needs: Needs) -> Iterator[Issue]:
     if there is None or trainer is None:
         return
     loading = trainer.ranks * 4 * trainer.policy.parameters
-    pinned = pinned_copies(trainer) if needs.offloads_train else 0
+    pinned = pinned_copies(trainer) if needs.offloads_train or trainer.cpu_offload else 0
     if loading > there:
         yield Issue(
             "memory",
             f"{_count(trainer.ranks, 'trainer rank')} load {_gib(loading)} GiB of weights in fp32 at the same time, and this "
             f"machine has {_gib(there)} GiB of memory",
             "fewer --train-ranks, or a machine with more memory",
+        )
+    elif pinned > there and trainer.cpu_offload:
+        yield Issue(
+            "memory",
+            f"--fsdp-cpu-offload keeps {_gib(pinned)} GiB in this machine's memory, of which there are {_gib(there)}",
+            "a machine with more memory",
         )
     elif pinned > there:
         yield Issue(
@@ -265,12 +287,11 @@ def describe_memory(cfg: RunConfig) -> list[str]:
     if needs.engine:
         tokens = max(0, needs.engine.static(room.memory.total) - needs.engine.weights) // needs.engine.kv_per_token
         lines.append(f"KV of {tokens} tokens an engine, unless the GPU is not empty when it starts")
-    if needs.trainer and needs.offloads_train and num_train_ranks(cfg):
+    if needs.trainer and (needs.offloads_train or needs.trainer.cpu_offload) and num_train_ranks(cfg):
         there = host_memory()
         has = f" of {_gib(there)}" if there else ""
-        lines.append(
-            f"{_gib(pinned_copies(needs.trainer))} GiB{has} of the machine's memory for the trainer when it is away"
-        )
+        when = "" if needs.trainer.cpu_offload else " when it is away"
+        lines.append(f"{_gib(pinned_copies(needs.trainer))} GiB{has} of the machine's memory for the trainer{when}")
     return lines
 
 

@@ -122,8 +122,32 @@ def test_after_warming_up_neither_few_tokens_nor_many_compile_anything(tmp_path)
         assert counters["stats"]["unique_graphs"] == 0
 
 
-def test_engines_get_gpu_tensors_of_their_type(folder, tmp_path):
-    sections = settings("cuda", bf16=True) | {"engine": {"dtype": "bfloat16"}}
+@pytest.mark.parametrize("compile_layers", [False, True])
+def test_weights_in_the_cpus_memory_are_trained_there(folder, tmp_path, compile_layers):
+    plain = trained(folder, tmp_path, "cuda", bf16=True, compile_layers=compile_layers)
+    sections = settings("cuda", bf16=True, compile_layers=compile_layers, cpu_offload=True)
+    with open_worker(make_config(folder, **sections), tmp_path) as worker:
+        metrics = [worker.train(make_batch(samples(seed=step)), step) for step in range(2)]
+        scores = worker.score([s["tokens"] for s in samples(4, seed=9)], 0.9)
+        kept = {name: tensor.cpu() for name, tensor in weights_of(worker).items()}
+        worker.offload()
+        assert torch.cuda.memory_allocated() < sum(tensor.nbytes for tensor in kept.values())
+        assert {p.device.type for p in worker._roles.policy.parameters()} == {"cpu"}
+        worker.save(str(tmp_path / "saved"))
+        whole = worker.train(make_batch(samples(seed=2)), 2)
+    assert metrics[1]["train/grad_norm"] == pytest.approx(plain[0][1]["train/grad_norm"], rel=1e-3)
+    assert largest_difference(kept, plain[1]) < 1e-4
+    assert np.abs(np.concatenate(scores) - plain[2]).mean() < 0.01
+    with open_worker(make_config(folder, **settings("cuda", bf16=True)), tmp_path) as worker:
+        worker.load(str(tmp_path / "saved"))
+        assert largest_difference({n: t.cpu() for n, t in weights_of(worker).items()}, kept) == 0
+        found = worker.train(make_batch(samples(seed=2)), 2)
+    assert found["train/grad_norm"] == pytest.approx(whole["train/grad_norm"], rel=1e-2)
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+def test_engines_get_gpu_tensors_of_their_type(folder, tmp_path, cpu_offload):
+    sections = settings("cuda", bf16=True, cpu_offload=cpu_offload) | {"engine": {"dtype": "bfloat16"}}
     with open_worker(make_config(folder, **sections), tmp_path) as worker:
         found = dict(worker.hf_weights())
         assert {(tensor.device.type, tensor.dtype) for tensor in found.values()} == {("cuda", torch.bfloat16)}

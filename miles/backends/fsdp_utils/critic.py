@@ -39,6 +39,7 @@ from miles.backends.fsdp_utils.model import (
     folder_places,
     release_gathered,
     shard,
+    sharding_of,
 )
 from miles.backends.fsdp_utils.offload import Part, moments_of, weights_of
 from miles.backends.fsdp_utils.optimizer import ShardedAdamW
@@ -189,7 +190,7 @@ class Critic:
                 "\n    fix: pass --critic-load a model with the same tokenizer"
             )
         prepare_layers(self._model.hf, compiled=compiles_layers(config), recompute=recompute_of(config))
-        shard(self._model, mesh, bf16=config.train.bf16, keeps_gathered=keeps_gathered(config))
+        shard(self._model, mesh, **sharding_of(config), keeps_gathered=keeps_gathered(config))
         self._settings = critic_optimizer(config)
         self._optimizer = ShardedAdamW(
             {n: p for n, p in critic_tensors(self._model).items() if p.requires_grad}, self._settings

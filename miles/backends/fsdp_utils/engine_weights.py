@@ -32,16 +32,16 @@ class EngineWeights:
         """Whole tensors, gathered from all ranks one at a time; of tied tensors only the first. Collective."""
         policy = self._roles.policy
         for name, tensor in hf_tensors(policy).items():
-            whole = _whole(tensor.detach(), self._dtype).contiguous()
+            whole = _whole(tensor.detach(), self._roles.device, self._dtype).contiguous()
             for folder_name, place in folder_places(policy.hf, {name: tuple(whole.shape)}).items():
                 yield folder_name, place.of(whole)
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole of a sharded tensor in `dtype`; rounded before it travels."""
+def _whole(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The whole of a sharded tensor in `dtype` on `device`; rounded before it travels between ranks."""
     if not isinstance(tensor, DTensor):
-        return tensor.to(dtype)
-    local = tensor.to_local().to(dtype)
+        return tensor.to(device).to(dtype)
+    local = tensor.to_local().to(device).to(dtype)
     if dist.get_world_size() == 1:
         return local
     shape, stride = tensor.shape, tensor.stride()

@@ -20,10 +20,14 @@ class RolesMemory:
         self._waiting: dict[Part, Waiting] = {"weights": Waiting(), "optimizer": Waiting()}
 
     def offload(self, *parts: Part) -> None:
-        """Move these parts to the CPU's memory, all of them when none is named, and give the GPU's back."""
+        """Move these parts to the CPU's memory, all of them when none is named, and give the GPU's back.
+
+        What is in the CPU's memory anyway stays there, and can be used.
+        """
         for part in parts or tuple(self._waiting):
-            self._waiting[part].out(self._memory(part))
-        if next(self._roles.policy.parameters()).device.type == "cuda":
+            here = [tensor for tensor in self._memory(part) if tensor.device.type == self._roles.device.type]
+            self._waiting[part].out(here)
+        if self._roles.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self, *parts: Part) -> None:

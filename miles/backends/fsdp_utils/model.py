@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from miles.backends.fsdp_utils.adaptations.adaptation import Shapes
@@ -25,6 +25,7 @@ from miles.backends.fsdp_utils.whole_copies import WholeCopies
 from miles.backends.training_utils.log_probs import Entropy, TargetLogProb, linear_log_softmax
 from miles.backends.training_utils.packing import FlatBatch, MicroBatch
 from miles.backends.training_utils.schedule import SequenceFlops
+from miles.config.schema import RunConfig
 from miles.errors import CheckpointError, TrainingError
 from miles.utils.expert_weights import Place
 
@@ -152,21 +153,35 @@ def load_policy(folder: str | Path, device: torch.device = CPU) -> tuple[PolicyM
     return model, expected
 
 
-def shard(model: DecoderModel, mesh: DeviceMesh, *, bf16: bool = False, keeps_gathered: bool = False) -> None:
+def shard(
+    model: DecoderModel,
+    mesh: DeviceMesh,
+    *,
+    bf16: bool = False,
+    keeps_gathered: bool = False,
+    cpu_offload: bool = False,
+) -> None:
     """Shard the decoder layers, in units that are gathered together, and the rest over `mesh`.
 
     With `bf16` the layers compute in bfloat16 with rounded weights, while the shards and the sums of gradients, over
     ranks and over micro-batches, stay fp32. With `keeps_gathered`, and on a mesh of one rank, whole weights stay from the
-    forward to the backward pass; after a forward pass alone, `release_gathered` gives them up.
+    forward to the backward pass; after a forward pass alone, `release_gathered` gives them up. With `cpu_offload` shards
+    and their gradients are in the CPU's memory, and what is gathered of them is on the mesh's device.
     """
     dtype = torch.bfloat16 if bf16 else torch.float32
     if keeps_gathered and mesh.size() == 1:
         model.copies = WholeCopies(model, mesh, dtype)
         return
     policy = MixedPrecisionPolicy(param_dtype=dtype if bf16 else None, reduce_dtype=torch.float32)
-    for unit in gathered_together(decoder_layers(model.hf)):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    on_gpu = mesh.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
+    for unit in (*gathered_together(decoder_layers(model.hf)), model):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload)
+
+
+def sharding_of(config: RunConfig) -> dict[str, bool]:
+    """The settings of `shard` that all roles of a run share."""
+    return {"bf16": config.train.bf16, "cpu_offload": config.train.cpu_offload}
 
 
 def gathered_together(layers: list[nn.Module]) -> list[list[nn.Module]]:

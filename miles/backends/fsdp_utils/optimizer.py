@@ -89,14 +89,8 @@ class ShardedAdamW:
     def moments(self) -> dict[str, DTensor]:
         """`exp_avg.NAME` and `exp_avg_sq.NAME` of every parameter, sharded like it and sharing memory with the state."""
         return {
-            f"{moment}.{name}": DTensor.from_local(
-                self._adamw.state[self._local[name]][moment],
-                p.device_mesh,
-                p.placements,
-                run_check=False,
-                shape=p.shape,
-                stride=p.stride(),
-            )
+            # Not `from_local`: it would copy what is in the CPU's memory to the mesh's device.
+            f"{moment}.{name}": DTensor(self._adamw.state[self._local[name]][moment], p._spec, requires_grad=False)
             for moment in MOMENTS
             for name, p in self.parameters.items()
         }

@@ -75,13 +75,12 @@ class Passes:
         Collective; every rank scores all.
         """
         policy = self._roles.policy
-        device = next(policy.parameters()).device
         packed = FlatBatch.from_sequences(sequences)
         logprobs_R = torch.zeros(len(packed.mask_R))
         for samples in split_into_micro_batches(
             np.flatnonzero(packed.trainable_B), packed.total_lengths_B, self._max_tokens
         ):
-            part = packed.micro_batch(samples).to(device)
+            part = packed.micro_batch(samples).to(self._roles.device)
             (logprobs_N,) = policy(part, temperature)
             logprobs_R[part.entries_N] = logprobs_N.cpu()
         release_gathered(policy)

@@ -49,7 +49,7 @@ class PolicySteps:
             config.correction.custom_tis_function_path is not None
             or config.algorithm.custom_pg_loss_reducer_function_path is not None
         )
-        self._device = next(roles.policy.parameters()).device
+        self._device = roles.device
         self.num_steps = 0
         """Optimizer steps so far; skipped ones count."""
         self.skips = SkipLimit(config.train.max_skipped_steps)

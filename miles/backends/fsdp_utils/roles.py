@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from miles.backends.fsdp_utils.checkpoint import MODEL
 from miles.backends.fsdp_utils.critic import Critic
 from miles.backends.fsdp_utils.layers import prepare_layers
-from miles.backends.fsdp_utils.model import PolicyModel, hf_tensors, load_policy, shard
+from miles.backends.fsdp_utils.model import PolicyModel, hf_tensors, load_policy, shard, sharding_of
 from miles.backends.fsdp_utils.optimizer import ShardedAdamW
 from miles.backends.fsdp_utils.tensor_file import StoredTensor
 from miles.config.compute import compiles_layers, keeps_gathered, recompute_of
@@ -29,6 +29,8 @@ KEPT_LOGITS = 1 / 16
 class Roles:
     """Sharded models, and what trains the policy; the critic brings its own optimizer."""
 
+    device: torch.device
+    """Where they compute."""
     policy: PolicyModel
     optimizer: ShardedAdamW
     stored: Mapping[str, StoredTensor]
@@ -65,12 +67,12 @@ def prepare_roles(
         critic = Critic(
             config, mesh, device, total_optimizer_steps=total_optimizer_steps, vocab_size=policy.vocab_size
         )
-    return Roles(policy=policy, optimizer=optimizer, stored=stored, reference=reference, critic=critic)
+    return Roles(device=device, policy=policy, optimizer=optimizer, stored=stored, reference=reference, critic=critic)
 
 
 def _prepare_policy(config: RunConfig, policy: PolicyModel, mesh: DeviceMesh, device: torch.device) -> None:
     prepare_layers(policy.hf, compiled=compiles_layers(config), recompute=recompute_of(config))
-    shard(policy, mesh, bf16=config.train.bf16, keeps_gathered=keeps_gathered(config))
+    shard(policy, mesh, **sharding_of(config), keeps_gathered=keeps_gathered(config))
     if device.type == "cuda" and recompute_of(config) != "full":
         memory = torch.cuda.get_device_properties(device).total_memory
         policy.kept_logit_bytes = int(memory * KEPT_LOGITS)
@@ -85,7 +87,7 @@ def _load_reference(config: RunConfig, mesh: DeviceMesh, device: torch.device, *
         )
     reference.requires_grad_(False)
     prepare_layers(reference.hf, compiled=compiles_layers(config), recompute="none")
-    shard(reference, mesh, bf16=config.train.bf16)
+    shard(reference, mesh, **sharding_of(config))
     return reference
 
 

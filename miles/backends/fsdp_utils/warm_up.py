@@ -19,7 +19,7 @@ def warm_up(roles: Roles) -> None:
 
     Layers are compiled for any number of tokens, so what is compiled here serves all batches.
     """
-    device = next(roles.policy.parameters()).device
+    device = roles.device
     for lengths in PACKS:
         sequences = [[n % roles.policy.vocab_size for n in range(length)] for length in lengths]
         part = FlatBatch.from_sequences(sequences).micro_batch(np.arange(len(lengths))).to(device)

@@ -23,6 +23,8 @@ class TrainConfig(ConfigModel):
     """Compile the decoder layers, which takes up to a minute at start and makes steps faster; unset does so on a GPU."""
     recompute: Annotated[Recompute, Flag("--recompute")] = "none"
     """What the backward pass computes again in place of keeping it: `none`, `selective` (layers without attention) or `full` (whole layers)."""
+    cpu_offload: Annotated[bool, Flag("--fsdp-cpu-offload")] = False
+    """Keep weights, gradients and moments in the CPU's memory, where AdamW then runs; a GPU gets the weights of a few layers at a time."""
     global_batch_size: Annotated[PositiveInt | None, Flag("--global-batch-size")] = None
     """Samples per optimizer step, over all ranks; derived when `--num-steps-per-rollout` is given, and one step per rollout when neither is."""
     num_steps_per_rollout: Annotated[PositiveInt | None, Flag("--num-steps-per-rollout")] = None

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from miles.config import checks_precision
+from miles.config import checks_precision, resources
 from miles.config.checks import CHECKS
+from miles.config.checks_gpu import GPU_CHECKS
 from miles.config.checks_precision import PRECISION_CHECKS
 from miles.config.compute import compiles_layers, keeps_gathered, recompute_of
 from miles.config.known import run_checks
@@ -65,6 +66,22 @@ def test_beside_a_gpu_torch_computes_with_one_thread_unless_told_otherwise(gpu):
     assert resolved_threads(config_of("--device", "cpu")) == machine_cores()
 
 
+def test_ranks_that_update_on_the_cpu_share_its_cores(gpu, monkeypatch):
+    monkeypatch.setattr(resources, "machine_cores", lambda: 7)
+    assert resolved_threads(config_of("--fsdp-cpu-offload")) == 7
+    assert resolved_threads(config_of("--fsdp-cpu-offload", "--train-ranks", "2")) == 3
+    assert resolved_threads(config_of("--fsdp-cpu-offload", "--train-ranks", "8")) == 1
+    assert resolved_threads(config_of("--fsdp-cpu-offload", "--torch-threads", "5")) == 5
+
+
+def test_on_a_cpu_nothing_is_left_to_offload_to_it(cpu):
+    (text,) = [t for t in told(GPU_CHECKS, "--fsdp-cpu-offload") if t.startswith("train.cpu_offload")]
+    assert text == (
+        "train.cpu_offload: keeps what a GPU would hold in the CPU's memory, and this run is on CPU "
+        "-> leave out --fsdp-cpu-offload"
+    )
+
+
 def test_the_plan_tells_threads_of_the_trainer_and_not_of_sglang(gpu):
     plan = [" ".join(line.split()) for line in describe_plan(config_of("--rollout-batch-size", "4"))]
     (engines,) = (line for line in plan if line.startswith("engines"))
@@ -85,6 +102,7 @@ def test_a_rank_alone_on_a_gpu_keeps_gathered_weights_unless_it_recomputes_all(g
     assert keeps_gathered(config_of())
     assert not keeps_gathered(config_of("--recompute", "full"))
     assert not keeps_gathered(config_of("--train-ranks", "2"))
+    assert not keeps_gathered(config_of("--fsdp-cpu-offload"))
     assert not keeps_gathered(config_of("--device", "cpu"))
 
 

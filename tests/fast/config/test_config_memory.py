@@ -135,6 +135,19 @@ def test_recomputation_and_ranks_take_less():
     assert peak(whole_logits=True) > peak()
 
 
+def test_what_is_in_the_cpus_memory_takes_no_memory_of_a_gpu():
+    needs = Needs(trainer=TrainerNeeds(policy=sized("8b"), tokens=16384, cpu_offload=True), engine=None)
+    plain = dataclasses.replace(needs, trainer=dataclasses.replace(needs.trainer, cpu_offload=False))
+    (prediction,), (other,) = predict(needs, H200), predict(plain, H200)
+    names = {name for parts in prediction.phases.values() for name in parts}
+    assert not names & {"trainer: weights", "trainer: optimizer", "trainer: gradients"}
+    held = 16 * sized("8b").parameters
+    for phase in ("training", "publish"):
+        assert other.total(phase) - prediction.total(phase) > (0.7 if phase == "publish" else 1) * held
+    assert pinned_copies(needs.trainer) > held
+    assert pinned_copies(needs.trainer) * 3 == pinned_copies(plain.trainer) * 4
+
+
 def test_pinned_memory_comes_in_powers_of_two():
     size = dataclasses.replace(sized("0.6b"), tensors=(1000, 1024))
     assert pinned_copies(TrainerNeeds(policy=size)) == 3 * (4096 + 4096)
@@ -234,6 +247,21 @@ def test_more_ranks_are_named_where_the_machine_has_gpus(machine):
     (text,) = told(machine(8, 79.6, "8b"), *words)
     assert text.endswith(" -> --train-ranks 8; or --check-memory false, to start all the same")
     assert told(machine(8, 79.6, "8b"), *words, "--train-ranks", "8") == []
+
+
+def test_the_cpus_memory_is_named_last_and_where_it_is_large_enough(machine):
+    words = (*COLOCATED, "--sglang-mem-fraction-static", "0.3")
+    (text,) = told(machine(1, 79.6, "8b", host=512.0), *words)
+    fix = text.partition(" -> ")[2].split("; or ")[0]
+    assert fix.startswith("--fsdp-cpu-offload")
+    assert told(machine(1, 79.6, "8b", host=512.0), *words, *fix.replace(" with ", " ").split()) == []
+    assert any(
+        "of 512.0 of the machine's memory for the trainer" in line and "away" not in line
+        for line in describe_memory(config_of(machine(1, 79.6, "8b", host=512.0), *words, "--fsdp-cpu-offload"))
+    )
+    assert not any("--fsdp-cpu-offload" in text for text in told(machine(1, 79.6, "8b", host=100.0), *words))
+    found = told(machine(1, 79.6, "8b", host=100.0), *words, "--fsdp-cpu-offload")
+    assert any("--fsdp-cpu-offload keeps 1" in line and "of which there are 100.0" in line for line in found)
 
 
 def test_a_model_for_which_nothing_helps_says_so(machine):

@@ -33,6 +33,7 @@ def played(model_folder, tmp_path_factory):
     ]
     cases += [
         {"name": "bf16", "ranks": 2, "story": "trains", "settings": {**SETTINGS, "train": {"bf16": True}}},
+        {"name": "offloaded", "ranks": 2, "story": "trains", "settings": {**SETTINGS, "train": {"cpu_offload": True}}},
     ]
     cases += [
         {
@@ -103,6 +104,12 @@ def test_ranks_that_compute_in_bf16_make_the_gradients_of_fp32_but_for_rounding(
         for case in ("1x8192", "bf16")
     )
     assert 1e-3 < float((exact - rounded).norm() / exact.norm()) < 0.06
+
+
+def test_ranks_whose_weights_are_in_the_cpus_memory_train_the_same_bits(played):
+    for step in ("idle", "uneven"):
+        plain, offloaded = (tensors_of(played / case / step) for case in ("2x8192", "offloaded"))
+        assert largest_difference(plain, offloaded) == 0
 
 
 def files_of(folder):

@@ -321,12 +321,17 @@ def _of_engine(needs: Needs, engine: EngineNeeds, phase: Phase, total: int) -> P
     return {f"engine: {name}": number for name, number in parts.items()}
 
 
-def pinned_copies(trainer: TrainerNeeds) -> int:
+def on_the_host(trainer: TrainerNeeds) -> int:
     """Host memory, over all ranks, of what leaves the GPUs while engines generate, or with `cpu_offload` is always there.
 
     A pinned block is as large as the next power of two of bytes: that is how torch rounds them.
     """
-    trained = 4 if trainer.cpu_offload else 3  # weights and two moments; gradients only where they stay
+    if trainer.cpu_offload:
+        # Weights, and gradients of one micro-batch and the sum of others; moments are not pinned.
+        trained = 3 if trainer.several else 2
+        moments = sum(2 * FP32 * model.parameters for model in (trainer.policy, trainer.critic) if model)
+    else:
+        trained, moments = 3, 0  # weights and two moments
     models = [(trainer.policy, trained), (trainer.reference, 1), (trainer.critic, trained)]
     shards = [(-(-n // trainer.ranks), copies) for model, copies in models if model for n in model.tensors]
-    return trainer.ranks * sum(copies * (1 << max(0, FP32 * n - 1).bit_length()) for n, copies in shards)
+    return moments + trainer.ranks * sum(copies * (1 << max(0, FP32 * n - 1).bit_length()) for n, copies in shards)

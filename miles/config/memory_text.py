@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from miles.config.memory import GIB, Needs, Parts, Phase, Prediction, TrainerNeeds, held, pinned_copies, predict
+from miles.config.memory import GIB, Needs, Parts, Phase, Prediction, TrainerNeeds, held, on_the_host, predict
 from miles.config.memory_needs import Room, needs_of, room_of
 from miles.config.resources import (
     engine_dtype,
@@ -164,7 +164,7 @@ def _bf16(needs: Needs, room: Room, gpus: int) -> Iterator[Change]:
 def _cpu_offload(needs: Needs, room: Room, gpus: int) -> Iterator[Change]:
     if needs.trainer and not needs.trainer.cpu_offload:
         changed, there = replace(needs.trainer, cpu_offload=True), host_memory()
-        if there is None or pinned_copies(changed) <= there:
+        if there is None or on_the_host(changed) <= there:
             yield "--fsdp-cpu-offload", _with(needs, changed)
 
 
@@ -219,7 +219,9 @@ def _fits_the_host(needs: Needs) -> Iterator[Issue]:
     if there is None or trainer is None:
         return
     loading = trainer.ranks * 4 * trainer.policy.parameters
-    pinned = pinned_copies(trainer) if needs.offloads_train or trainer.cpu_offload else 0
+    if trainer.cpu_offload and (trainer.reference or trainer.critic):  # they load when the policy is there
+        loading += on_the_host(replace(trainer, reference=None, critic=None, several=False))
+    pinned = on_the_host(trainer) if needs.offloads_train or trainer.cpu_offload else 0
     if loading > there:
         yield Issue(
             "memory",
@@ -291,7 +293,7 @@ def describe_memory(cfg: RunConfig) -> list[str]:
         there = host_memory()
         has = f" of {_gib(there)}" if there else ""
         when = "" if needs.trainer.cpu_offload else " when it is away"
-        lines.append(f"{_gib(pinned_copies(needs.trainer))} GiB{has} of the machine's memory for the trainer{when}")
+        lines.append(f"{_gib(on_the_host(needs.trainer))} GiB{has} of the machine's memory for the trainer{when}")
     return lines
 
 

@@ -53,7 +53,7 @@ from miles.backends.training_utils.metrics import mean_over_steps
 from miles.backends.training_utils.packing import FlatBatch, MicroBatch
 from miles.backends.training_utils.schedule import SequenceFlops
 from miles.config.compute import compiles_layers, keeps_gathered, recompute_of
-from miles.config.resources import critic_optimizer
+from miles.config.resources import critic_optimizer, offload_threads
 from miles.config.schema import RunConfig
 from miles.errors import CheckpointError, TrainingError
 
@@ -192,9 +192,8 @@ class Critic:
         prepare_layers(self._model.hf, compiled=compiles_layers(config), recompute=recompute_of(config))
         shard(self._model, mesh, **sharding_of(config), keeps_gathered=keeps_gathered(config))
         self._settings = critic_optimizer(config)
-        self._optimizer = ShardedAdamW(
-            {n: p for n, p in critic_tensors(self._model).items() if p.requires_grad}, self._settings
-        )
+        trained = {n: p for n, p in critic_tensors(self._model).items() if p.requires_grad}
+        self._optimizer = ShardedAdamW(trained, self._settings, cpu_threads=offload_threads(config))
         self._loss = ValueLoss(config.critic.value_clip)
         self._skips = SkipLimit(config.train.max_skipped_steps, "the critic's ")
         self.num_steps = 0

@@ -17,7 +17,7 @@ from miles.backends.fsdp_utils.model import PolicyModel, hf_tensors, load_policy
 from miles.backends.fsdp_utils.optimizer import ShardedAdamW
 from miles.backends.fsdp_utils.tensor_file import StoredTensor
 from miles.config.compute import compiles_layers, keeps_gathered, recompute_of
-from miles.config.resources import trains_critic
+from miles.config.resources import offload_threads, trains_critic
 from miles.config.schema import RunConfig
 from miles.errors import CheckpointError
 
@@ -59,7 +59,8 @@ def prepare_roles(
     """
     device = next(policy.parameters()).device
     _prepare_policy(config, policy, mesh, device)
-    optimizer = ShardedAdamW({n: p for n, p in hf_tensors(policy).items() if p.requires_grad}, config.optimizer)
+    trained = {n: p for n, p in hf_tensors(policy).items() if p.requires_grad}
+    optimizer = ShardedAdamW(trained, config.optimizer, cpu_threads=offload_threads(config))
     reference = critic = None
     if (config.algorithm.use_kl_loss or config.algorithm.kl_coef) and config.algorithm.loss_type != "sft_loss":
         reference = _load_reference(config, mesh, device, vocab_size=policy.vocab_size)

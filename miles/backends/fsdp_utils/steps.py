@@ -46,6 +46,7 @@ def _step(
     for output in outputs:
         # FSDP averages gradients over ranks; the weights already hold the global denominator, so a sum is wanted.
         (output.loss * dist.get_world_size(group)).backward()
+        optimizer.add_up()
         totals.add(output)
     found = totals.reduce(group)
     if not found["trainable_tokens"]:

@@ -57,7 +57,11 @@ class TrainerState:
             tensors = roles.checkpoint_tensors()
             state = load_trainer(folder, tensors, rank=self._rank, world_size=self._world_size)
         try:
-            saved_with = {"--train-ranks": int(state["ranks"]), "--torch-threads": int(state["threads"])}
+            saved_with = {
+                "--train-ranks": int(state["ranks"]),
+                "--torch-threads": int(state["threads"]),
+                "--fsdp-cpu-offload": _word(state.get("cpu_offload", 0)),
+            }
             self._steps.num_steps = int(state["optimizer_steps"])
             self._steps.skips.in_a_row = int(state["skipped_in_a_row"])
             roles.optimizer.set_num_updates(int(state["updates"]))
@@ -67,7 +71,8 @@ class TrainerState:
             raise CheckpointError(
                 f"{folder}: trainer.json lacks {error}\n    fix: resume from an older checkpoint"
             ) from error
-        for (flag, before), now in zip(saved_with.items(), (self._world_size, self._threads), strict=True):
+        here = (self._world_size, self._threads, _word(self._config.train.cpu_offload))
+        for (flag, before), now in zip(saved_with.items(), here, strict=True):
             if self._config.run.deterministic and before != now:
                 raise CheckpointError(
                     f"{folder}: saved with {flag} {before}, and this run has {now}: it would not end in the same bits"
@@ -103,9 +108,14 @@ class TrainerState:
             "skipped_in_a_row": self._steps.skips.in_a_row,
             "ranks": self._world_size,
             "threads": self._threads,
+            "cpu_offload": int(self._config.train.cpu_offload),
             **({} if roles.critic is None else roles.critic.state()),
         }
         return RankState.of(roles.checkpoint_tensors(), state, rank=self._rank, world_size=self._world_size)
+
+
+def _word(on: object) -> str:
+    return "true" if on else "false"
 
 
 __all__ = ["TrainerState"]

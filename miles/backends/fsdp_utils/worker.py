@@ -35,7 +35,7 @@ from miles.backends.training_utils.packing import FlatBatch
 from miles.backends.training_utils.parity import ParityBounds
 from miles.backends.training_utils.policy_columns import PolicyColumns, PolicyPreparation, numbers
 from miles.config.compute import compiles_layers
-from miles.config.resources import machine_cores, parity_bounds, parity_only_warns
+from miles.config.resources import machine_cores, offload_threads, parity_bounds, parity_only_warns
 from miles.config.schema import RunConfig
 from miles.core.hook_args import HookArgs
 from miles.core.run_facts import RunFacts
@@ -88,7 +88,10 @@ class FsdpTrainWorker:
         self._passes = Passes(config, self._roles)
         self._scoring = Scoring(config, self._roles, self._passes, preparation, bounds, ci)
         self._steps = PolicySteps(config, self._roles, self._passes, self._scoring, loss, ci)
-        self._state = TrainerState(config, self._roles, self._steps, rank=rank, world_size=world_size, threads=threads)
+        sums_with = offload_threads(config) or threads
+        self._state = TrainerState(
+            config, self._roles, self._steps, rank=rank, world_size=world_size, threads=sums_with
+        )
         self._weights = EngineWeights(config, self._roles)
 
     # Training

@@ -11,7 +11,7 @@ from miles.config.known import run_checks
 from miles.config.load import read
 from miles.config.plan import describe_plan
 from miles.config.preflight import PREFLIGHT
-from miles.config.resources import machine_cores, offloads_train, resolved_threads
+from miles.config.resources import machine_cores, offload_threads, offloads_train, resolved_threads
 
 
 def config_of(*words):
@@ -68,10 +68,12 @@ def test_beside_a_gpu_torch_computes_with_one_thread_unless_told_otherwise(gpu):
 
 def test_ranks_that_update_on_the_cpu_share_its_cores(gpu, monkeypatch):
     monkeypatch.setattr(resources, "machine_cores", lambda: 7)
-    assert resolved_threads(config_of("--fsdp-cpu-offload")) == 7
-    assert resolved_threads(config_of("--fsdp-cpu-offload", "--train-ranks", "2")) == 3
-    assert resolved_threads(config_of("--fsdp-cpu-offload", "--train-ranks", "8")) == 1
-    assert resolved_threads(config_of("--fsdp-cpu-offload", "--torch-threads", "5")) == 5
+    assert offload_threads(config_of()) is None
+    assert offload_threads(config_of("--fsdp-cpu-offload")) == 7
+    assert offload_threads(config_of("--fsdp-cpu-offload", "--train-ranks", "2")) == 3
+    assert offload_threads(config_of("--fsdp-cpu-offload", "--train-ranks", "8")) == 1
+    assert offload_threads(config_of("--fsdp-cpu-offload", "--torch-threads", "5")) == 5
+    assert resolved_threads(config_of("--fsdp-cpu-offload")) == 1
 
 
 def test_on_a_cpu_nothing_is_left_to_offload_to_it(cpu):

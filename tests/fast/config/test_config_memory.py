@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from miles.config import memory, memory_needs, memory_text, resources
 from miles.config.known import run_checks
 from miles.config.load import read
-from miles.config.memory import GIB, EngineNeeds, Needs, TrainerNeeds, pinned_copies, predict, training_peak
+from miles.config.memory import GIB, EngineNeeds, Needs, TrainerNeeds, on_the_host, predict, training_peak
 from miles.config.memory_text import describe_memory, memory_suffices
 from miles.config.model_size import described_shapes, model_size, size_of
 from miles.config.resources import GpuMemory, read_gpu_memory
@@ -144,14 +144,21 @@ def test_what_is_in_the_cpus_memory_takes_no_memory_of_a_gpu():
     held = 16 * sized("8b").parameters
     for phase in ("training", "publish"):
         assert other.total(phase) - prediction.total(phase) > (0.7 if phase == "publish" else 1) * held
-    assert pinned_copies(needs.trainer) > held
-    assert pinned_copies(needs.trainer) * 3 == pinned_copies(plain.trainer) * 4
+    assert held < on_the_host(dataclasses.replace(needs.trainer, several=False)) < on_the_host(needs.trainer)
+
+
+def test_on_the_host_weights_and_gradients_are_pinned_and_moments_are_not():
+    size = dataclasses.replace(sized("0.6b"), tensors=(1000, 1024), parameters=2024)
+    trainer = TrainerNeeds(policy=size, cpu_offload=True, several=False)
+    assert on_the_host(trainer) == 2 * (4096 + 4096) + 8 * 2024
+    assert on_the_host(dataclasses.replace(trainer, several=True)) == 3 * (4096 + 4096) + 8 * 2024
+    assert on_the_host(dataclasses.replace(trainer, reference=size)) == 3 * (4096 + 4096) + 8 * 2024
 
 
 def test_pinned_memory_comes_in_powers_of_two():
     size = dataclasses.replace(sized("0.6b"), tensors=(1000, 1024))
-    assert pinned_copies(TrainerNeeds(policy=size)) == 3 * (4096 + 4096)
-    assert pinned_copies(TrainerNeeds(policy=size, reference=size, ranks=2)) == 2 * 4 * (2048 + 2048)
+    assert on_the_host(TrainerNeeds(policy=size)) == 3 * (4096 + 4096)
+    assert on_the_host(TrainerNeeds(policy=size, reference=size, ranks=2)) == 2 * 4 * (2048 + 2048)
 
 
 def test_an_engine_takes_its_fraction_and_leaves_less_when_it_chooses_itself():

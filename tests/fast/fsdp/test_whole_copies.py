@@ -133,6 +133,6 @@ def test_several_ranks_shard_whatever_the_settings_say(model_folder, monkeypatch
     policy, _ = load_policy(model_folder)
     sharded = []
     monkeypatch.setattr(model, "fully_shard", lambda module, **settings: sharded.append(module))
-    shard(policy, SimpleNamespace(size=lambda: 2), keeps_gathered=True)
+    shard(policy, SimpleNamespace(size=lambda: 2, device_type="cpu"), keeps_gathered=True)
     assert policy.copies is None
     assert sharded[-1] is policy

@@ -16,10 +16,11 @@ from miles.data_check import report
 from miles.data_check.labels import label_problems
 from miles.data_check.options import HELP, USAGE, Options, read_options
 from miles.data_check.scan import Found, Reader, scan
-from miles.errors import ConfigError, DataError, MilesError
+from miles.errors import DataError
 from miles.rollout.dataset.rows import PromptFormat
 from miles.rollout.sft_rollout import SftFormat
 from miles.utils.hf import context_length, load_tokenizer
+from miles.utils.verb import run_verb
 
 UNGRADED = ("remote_rm", "random", "deterministic_random")
 """Rewards that no label stops, or that ask a server."""
@@ -27,22 +28,7 @@ UNGRADED = ("remote_rm", "random", "deterministic_random")
 
 def main(argv: Sequence[str]) -> int:
     """Run `miles data ...`; returns the exit status."""
-    if "--help" in argv or list(argv[:1]) == ["-h"]:
-        sys.stdout.write(HELP)
-        return 0
-    if list(argv[:1]) != ["check"]:
-        found = f"nothing to do with data is called {argv[0]!r}\n" if argv else ""
-        sys.stderr.write(f"{found}{USAGE}\n")
-        return 2
-    try:
-        options = read_options(argv[1:])
-        return check(options)
-    except MilesError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
+    return run_verb(argv, read_options, check, help_text=HELP, word="check", usage=USAGE)
 
 
 def check(options: Options) -> int:

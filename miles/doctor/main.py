@@ -9,21 +9,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from miles.config.batch_math import batch_plan
 from miles.config.dump import dump
 from miles.config.objectives import objective_of
 from miles.config.schema import RunConfig
 from miles.doctor.options import HELP, PROG, USAGE, Examination, read_options
-from miles.errors import ConfigError, MilesError
+from miles.errors import MilesError
 from miles.utils.process import die_with_parent, last_lines
+from miles.utils.verb import run_verb
 
 TOLERANCE_FP32, TOLERANCE_BF16 = 1e-6, 2e-3
 """Of the loss, and of the gradient's size: what is left along the whole batch's gradient."""
@@ -60,33 +58,14 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     """Run `miles doctor ...`; returns the exit status."""
-    if "--help" in argv or list(argv[:1]) == ["-h"]:
-        sys.stdout.write(HELP)
-        return 0
-    if list(argv[:1]) != ["loss"]:
-        found = f"no examination {argv[0]!r}\n" if argv else ""
-        sys.stderr.write(f"{found}{USAGE}\n  loss: {SECTIONS['loss']}\n")
-        return 2
-    try:
-        examination = read_options(argv[1:])
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    try:
-        return examine(examination)
-    except MilesError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; every process has ended\n")
-        return 130
+    usage = f"{USAGE}\n  loss: {SECTIONS['loss']}"
+    return run_verb(argv, read_options, examine, help_text=HELP, word="loss", usage=usage)
 
 
 def examine(examination: Examination) -> int:
     """Train, compare and report; 0 when nothing depends on the split."""
     config = examination.config
-    with _ending_on_sigterm():
-        found = train_in_every_way(examination)
+    found = train_in_every_way(examination)
     rows = compare(config, found["rows"])
     ok = not any(row.fails for row in rows)
     facts = facts_of(config, found["rows"][0])
@@ -97,23 +76,6 @@ def examine(examination: Examination) -> int:
     verdict = "nothing depends on how the work is split" if ok else f"depends on the split: {'; '.join(failing)}"
     sys.stdout.write(f"{heading(found['model'], facts)}\n{table(rows)}\n{summary(facts)}\n{verdict}\n")
     return 0 if ok else 1
-
-
-@contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that processes and files are cleaned up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def train_in_every_way(examination: Examination) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from miles.config.dump import dump
 from miles.config.schema import RunConfig
 from miles.core.hook_contracts import HOOKS
 from miles.core.plugins import check_signature, hooks_of, is_async, load_function
-from miles.errors import ConfigError, HookError
+from miles.errors import HookError
 from miles.hooks.findings import DATA, LOADS, SIGNATURE, Finding
 from miles.hooks.options import HELP, Examination, flag_of, read_check, read_config
 from miles.hooks.places import place_of
 from miles.utils.process import die_with_parent, last_lines
+from miles.utils.verb import run_verb
 
 START_S = 120.0
 """Seconds for what comes before the tests: imports of the author's module, and the run's data."""
@@ -33,19 +35,13 @@ _POLL_S = 0.02
 
 def main(argv: Sequence[str]) -> int:
     """Run `miles hooks ...`; returns the exit status."""
-    if "--help" in argv or list(argv[:1]) == ["-h"]:
-        sys.stdout.write(HELP)
-        return 0
-    try:
-        if list(argv[:1]) == ["check"]:
-            return check(read_check(argv[1:]))
-        return list_hooks(read_config(argv))
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
+    return run_verb(argv, _read, lambda work: work(), help_text=HELP)
+
+
+def _read(argv: Sequence[str]) -> Callable[[], int]:
+    if list(argv[:1]) == ["check"]:
+        return partial(check, read_check(argv[1:]))
+    return partial(list_hooks, read_config(argv))
 
 
 def list_hooks(config: RunConfig) -> int:

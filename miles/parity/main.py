@@ -9,18 +9,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from miles.config.resources import engine_backend, parity_bounds
-from miles.errors import ConfigError, MilesError
+from miles.errors import MilesError
 from miles.parity.engines import Sampled, prompts_of, sample_from_engine
 from miles.parity.options import HELP, PROG, Comparison, read_options
 from miles.parity.report import Pair, pair_of, table
 from miles.parity.statistics import MARGIN
 from miles.parity.trainer import Scored, score_by_trainer
+from miles.utils.verb import run_verb
 
 PACKAGES = ("torch", "transformers", "sglang")
 
@@ -38,31 +40,18 @@ class Measured:
 
 def main(argv: Sequence[str]) -> int:
     """Run `miles parity ...`; returns the exit status."""
-    if "--help" in argv or list(argv[:1]) == ["-h"]:
-        sys.stdout.write(HELP)
-        return 0
-    try:
-        comparison = read_options(argv)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    try:
-        return report(comparison)
-    except MilesError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; every process has ended\n")
-        return 130
+    return run_verb(argv, read_options, report, help_text=HELP)
 
 
 def report(comparison: Comparison) -> int:
     """Measure and tell; 0 when every pair is within its gate."""
     started, prompts = time.monotonic(), prompts_of(comparison)
-    work = Path(tempfile.mkdtemp(prefix="miles-parity-"))
-    measured = measure(comparison, prompts, work)
-    if not measured.errors:  # their logs are named in the reasons
-        shutil.rmtree(work)
+    with ExitStack() as stack:
+        work = Path(tempfile.mkdtemp(prefix="miles-parity-"))
+        stack.callback(shutil.rmtree, work)
+        measured = measure(comparison, prompts, work)
+        if measured.errors:  # their logs are named in the reasons
+            stack.pop_all()
     pairs = pairs_of(comparison, measured)
     ok = all(pair.within for pair in pairs)
     facts = facts_of(comparison, measured) | {"seconds": round(time.monotonic() - started, 1)}

@@ -20,30 +20,12 @@ from miles.reward_check.options import HELP, USAGE, Options, read_options
 from miles.reward_check.samples import Saved, read_saved
 from miles.rollout.rm_hub.hub import RewardHub
 from miles.utils.http_utils import aclose
+from miles.utils.verb import run_verb
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `miles reward ...`; returns the exit status."""
-    if list(argv[:1]) in (["--help"], ["-h"]) or "--help" in argv:
-        sys.stdout.write(HELP)
-        return 0
-    if list(argv[:1]) != ["check"]:
-        found = f"nothing to do with rewards is called {argv[0]!r}\n" if argv else ""
-        sys.stderr.write(f"{found}{USAGE}\n")
-        return 2
-    try:
-        options = read_options(argv[1:])
-    except MilesError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    try:
-        return check(options)
-    except MilesError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
+    return run_verb(argv, read_options, check, help_text=HELP, word="check", usage=USAGE)
 
 
 def check(options: Options) -> int:

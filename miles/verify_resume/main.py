@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from miles.config.resources import num_train_ranks
-from miles.errors import ConfigError, MilesError
+from miles.errors import MilesError
 from miles.utils import checkpoint_folder
 from miles.utils.process import last_lines
 from miles.utils.run_folder import RESOLVED
 from miles.utils.step_path import STEP
+from miles.utils.verb import run_verb
 from miles.verify_resume import compare
 from miles.verify_resume.compare import Finding
 from miles.verify_resume.lives import Life
@@ -42,22 +43,7 @@ class Lived:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
-    if "--help" in argv or list(argv[:1]) == ["-h"]:
-        sys.stdout.write(HELP)
-        return 0
-    try:
-        verification = read_options(argv)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    try:
-        return verify(verification)
-    except MilesError as error:
-        sys.stderr.write(f"{error}\n    everything is in {verification.out}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write(f"interrupted; every process has ended, and everything is in {verification.out}\n")
-        return 130
+    return run_verb(argv, read_options, verify, help_text=HELP, left=lambda v: f"everything is in {v.out}")
 
 
 def verify(v: Verification) -> int:

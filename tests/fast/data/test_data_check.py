@@ -139,7 +139,7 @@ def test_other_verbs_and_help(capsys):
     assert main(["chekc"]) == USAGE_ERROR
     out = capsys.readouterr()
     assert "Exit status: 0 a run would take every row" in out.out
-    assert "nothing to do with data is called 'chekc'" in out.err
+    assert "there is no 'chekc' here" in out.err
 
 
 def test_the_console_script_has_the_verb(write):

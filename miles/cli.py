@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-VERBS = {"train": "train.py"}
+SCRIPTS = {"train": "train.py"}
+"""Verbs that are scripts of the repository."""
+VERBS = {
+    "verify-resume": "miles.verify_resume.main",
+    "doctor": "miles.doctor.main",
+    "parity": "miles.parity.main",
+    "data": "miles.data_check.main",
+    "reward": "miles.reward_check.main",
+    "hooks": "miles.hooks.main",
+}
+"""Verbs, and the modules whose `main(argv)` returns the exit status."""
 
 USAGE = """usage: miles VERB ...
 
@@ -31,35 +43,14 @@ def main() -> None:
     if argv[:1] in (["--help"], ["-h"]):
         print(USAGE, end="")
         return
-    if argv[:1] == ["verify-resume"]:
-        from miles.verify_resume.main import main as verify_resume
-
-        raise SystemExit(verify_resume(argv[1:]))
-    if argv[:1] == ["doctor"]:
-        from miles.doctor.main import main as doctor
-
-        raise SystemExit(doctor(argv[1:]))
-    if argv[:1] == ["parity"]:
-        from miles.parity.main import main as parity
-
-        raise SystemExit(parity(argv[1:]))
-    if argv[:1] == ["data"]:
-        from miles.data_check.main import main as data
-
-        raise SystemExit(data(argv[1:]))
-    if argv[:1] == ["reward"]:
-        from miles.reward_check.main import main as reward
-
-        raise SystemExit(reward(argv[1:]))
-    if argv[:1] == ["hooks"]:
-        from miles.hooks.main import main as hooks
-
-        raise SystemExit(hooks(argv[1:]))
-    if not argv or argv[0] not in VERBS:
+    if argv and argv[0] in VERBS:
+        verb: Any = importlib.import_module(VERBS[argv[0]])
+        raise SystemExit(verb.main(argv[1:]))
+    if not argv or argv[0] not in SCRIPTS:
         found = f"no verb {argv[0]!r}\n" if argv else ""
         print(f"{found}{USAGE}", end="", file=sys.stderr)
         raise SystemExit(2)
-    entry = Path(__file__).resolve().parents[1] / VERBS[argv[0]]
+    entry = Path(__file__).resolve().parents[1] / SCRIPTS[argv[0]]
     sys.argv = [str(entry), *argv[1:]]
     runpy.run_path(str(entry), run_name="__main__")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from miles.utils import heartbeat
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def enter(role: str, run_dir: str, *, blocks: bool = False) -> str:
+def enter(role: str, run_dir: str, *, gpus: Sequence[str] = (), blocks: bool = False) -> str:
     """Redirect this process's output to `RUN_DIR/logs/ROLE.log` and start its heartbeat; returns the log's path.
 
-    `blocks`: this actor works in the thread of its event loop.
+    Of the machine's GPUs it sees `gpus` alone, as CUDA_VISIBLE_DEVICES names them: by the plan of memory nothing else of
+    the run is on them. `blocks`: this actor works in the thread of its event loop.
     """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # some versions of Ray hide all of them, others none
     path = Path(run_dir) / "logs" / f"{role}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

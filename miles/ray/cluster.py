@@ -54,6 +54,8 @@ class Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray's record of every call, for its dashboard, which this cluster has not: gcs_server grew by 5 % in 150 steps.
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+        # GPUs are handed out by name (decision 009): Ray is not to hide them, nor to warn that it will not always do so.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # OpenMP threads that spin while they wait take the cores from the process whose turn it is: trainer, engine and
         # manager share them. A step of the quickstart took 5 to 30 s instead of 1 s beside one other busy process.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,9 +30,8 @@ class TrainActor:
     """Rank `rank` of the trainer. Collective methods are called on all ranks together."""
 
     def __init__(self, run_dir: str, rank: int, gpus: tuple[str, ...] = ()) -> None:
-        """`gpus` are those it may use, as CUDA_VISIBLE_DEVICES names them; Ray has hidden all of them."""
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        self._log_path = enter(f"trainer-{rank}", run_dir, blocks=True)
+        """`gpus` are those it may use, as CUDA_VISIBLE_DEVICES names them."""
+        self._log_path = enter(f"trainer-{rank}", run_dir, gpus=gpus, blocks=True)
         self._run_dir, self._rank, self._gpus = run_dir, rank, gpus
         self._learned = False
         self._transports: dict[TransportName, Transport] = {}

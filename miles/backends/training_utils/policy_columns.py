@@ -136,9 +136,8 @@ class PolicyPreparation:
             rewards_B=torch.tensor(np.asarray(batch["reward"].values), dtype=torch.float32),
             trajectory_B=numbers(batch, "trajectory"),
             group_B=numbers(batch, "group_index"),
-            sample_index_B=torch.tensor(
-                packed.sample_index_B
-            ),  # a copy: what came through Ray is not to be written to
+            # A copy: torch warns of arrays that are not to be written to, as those are that came through Ray.
+            sample_index_B=torch.tensor(packed.sample_index_B),
             sample_of_R=torch.from_numpy(packed.sample_of_R),
             mask_R=torch.from_numpy(packed.mask_R),
             kl_R=kl_R,
